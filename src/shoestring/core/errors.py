@@ -1,0 +1,61 @@
+"""Errors a user can act on.
+
+    ShoestringError
+    ├── ConfigError          the run file, a flag, or an argument is wrong
+    │   └── ConflictError    two features want the same thing
+    ├── DataError            the corpus, a tokenizer or a token file is unusable
+    ├── WorldError           processes, devices or links are not what was asked for
+    ├── CheckpointError      a saved state cannot be written, found or read
+    └── NonFiniteError       the loss became NaN or infinite
+
+The command line prints each as one line, followed by its hint, and exits with code 2.
+Anything else that escapes is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShoestringError(Exception):
+    """What went wrong and where, in one line; `hint` says what to do about it."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} (hint: {self.hint})" if self.hint else message
+
+
+class ConfigError(ShoestringError):
+    """The run file, a flag, or an argument is wrong."""
+
+
+class ConflictError(ConfigError):
+    """Two features want the same thing; raised before anything is allocated."""
+
+
+class DataError(ShoestringError):
+    """The corpus, a tokenizer or a token file is unusable."""
+
+
+class WorldError(ShoestringError):
+    """Processes, devices or links are not what was asked for."""
+
+
+class CheckpointError(ShoestringError):
+    """A saved state cannot be written, found or read."""
+
+
+class NonFiniteError(ShoestringError):
+    """The loss became NaN or infinite."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint for a mistyped `name`: the closest of `valid`, or all of them when none is close."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(names)}"
