@@ -1,0 +1,164 @@
+"""One file a save: gathered to the first rank, written aside, flushed, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from shoestring import checkpoint
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Job
+from shoestring.core.state import pack, unpack
+from shoestring.core.trace import span
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})\.safetensors")
+
+
+class Saver:
+    """Saves a job's kept state at the step's boundary, and restores it."""
+
+    def __init__(self, job: Job, settings: checkpoint.Plain) -> None:
+        self.job = job
+        self.every, self.keep = settings.every, settings.keep
+        self.folder = Path(settings.folder)
+
+    def capture(self) -> None:
+        """Work for Phase.CAPTURE: save where it is due."""
+        step, total = self.job.progress.step, self.job.progress.total
+        if (self.every and step % self.every == 0) or step == total or self.job.stopping:
+            self.job.verify()
+            self.save()
+
+    def save(self) -> Path:
+        """Write everything kept; a collective of all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, when the first cannot write; earlier saves are intact.
+        """
+        path = self.folder / f"step-{self.job.progress.step:08d}.safetensors"
+        with span("save", "disk"):
+            data = self._gather()
+            problem = _attempt(path, data) if self.job.world.first else ""
+            problem = self.job.world.broadcast(problem.encode()).decode()
+        if problem:
+            raise CheckpointError(problem, hint="earlier saves are intact; free space, then resume")
+        if self.job.world.first:
+            self._retire()
+        return path
+
+    def restore(self, where: str) -> int | None:
+        """Go on from the newest good save in the folder ("auto"), or from the file or run folder named.
+
+        Returns:
+            The step resumed from; None when "auto" finds no save.
+        """
+        path, data = self._read(where) if self.job.world.first else (None, b"")
+        found = json.loads(self.job.world.broadcast(json.dumps(str(path) if path else None).encode()))
+        if found is None:
+            return None
+        self._load(unpack(self.job.world.broadcast(data)), found)
+        return self.job.progress.step
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> bytes:
+        """The file's content on the first rank; other ranks contribute shards and their own state."""
+        world, kept = self.job.world, self.job.kept
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for name, each in kept.items():
+            if each.across == "own":
+                own[name] = each.state.state_dict()
+            elif each.across == "shard" or world.first:
+                shared[name] = each.state.state_dict()
+        gathered = world.gather(pack(own)) if own else []
+        return pack({"format": FORMAT, "ranks": world.size, "shared": shared, "own": [unpack(one) for one in gathered]})
+
+    def _retire(self) -> None:
+        for path in saves(self.folder)[self.keep :]:
+            path.unlink(missing_ok=True)
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def _read(self, where: str) -> tuple[Path | None, bytes]:
+        """The first readable save, newest first. A named one that is missing is an error; "auto" may find none."""
+        candidates = saves(self.folder) if where == "auto" else _named(Path(where))
+        for path in candidates:
+            data = path.read_bytes()
+            try:
+                unpack(data)
+            except CheckpointError:
+                continue
+            return path, data
+        if candidates:
+            raise CheckpointError(f"no save in `{candidates[0].parent}` can be read: all {len(candidates)} are damaged")
+        if where != "auto":
+            raise CheckpointError(f"`{where}` holds no save", hint="name a run folder or a step-*.safetensors file")
+        return None, b""
+
+    def _load(self, content: dict[str, Any], source: str) -> None:
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"`{source}` has format {content.get('format')}, this version reads {FORMAT}")
+        # Random numbers last: loading the rest may draw some.
+        for name in sorted(self.job.kept, key=lambda name: name == "random"):
+            state = self._part(name, content)
+            if state is not None:
+                try:
+                    self.job.kept[name].state.load_state_dict(state)
+                except (RuntimeError, KeyError, ValueError) as error:
+                    reason = str(error).splitlines()[-1].strip()
+                    raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
+
+    def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
+        """The state for this rank; None for what the save lacks, or what cannot survive a change of ranks."""
+        kept, world = self.job.kept[name], self.job.world
+        if kept.across != "own":
+            return content["shared"].get(name)
+        states = [own[name] for own in content["own"] if name in own]
+        if len(states) == world.size:
+            return states[world.rank]
+        return kept.merge(states, world.rank, world.size) if states and kept.merge else None
+
+
+def saves(folder: Path) -> list[Path]:
+    """The saves in a folder, newest first."""
+    return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def _named(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return saves(path) or saves(path / "checkpoints")
+
+
+def _attempt(path: Path, data: bytes) -> str:
+    """Write atomically; the problem in words, or "" when there was none."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        return f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}"
+    return ""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that after any crash there is all of it or none: write, flush, fsync, rename, fsync."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

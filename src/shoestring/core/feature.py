@@ -1,0 +1,129 @@
+"""What a technique is to shoestring: a frozen bag of settings that attaches at seams torch already has.
+
+This module imports neither torch nor any area, so that settings can be read, checked and documented in milliseconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import combinations
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+
+from shoestring.core.errors import ConflictError
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+    from shoestring.core.world import World
+
+# The two dimensions of the mesh of ranks: across hosts (slow links) and inside one host (fast links).
+HOSTS: Final = "hosts"
+LOCAL: Final = "local"
+
+
+class Seam(IntEnum):
+    """Where a feature attaches; the value is the order of application."""
+
+    MODEL = 10  # change what a module computes; parameter names never change     chain
+    GRAPH = 20  # a pass under torch.compile: wraps `job.backend`                 chain
+    LOSS = 30  # wrap `job.loss`                                                  chain
+    SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh dimension
+    WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh dimension
+    OPTIM = 60  # build the torch.optim.Optimizer                                 one owner
+    STEP = 70  # around the optimizer step, in the phases below                   chain
+
+
+class Phase(IntEnum):
+    """The order inside one optimizer step; the step itself lies between WAIT and PROJECT."""
+
+    CLIP = 0  # bound the gradients
+    GRAD = 1  # change the gradients, or what the step will use with them
+    WAIT = 2  # wait for copies of what the step overwrites
+    PROJECT = 3  # put the weights back where they must lie
+    OUTER = 4  # an outer optimizer over the weights
+    CAPTURE = 5  # read the state at the step's one consistent boundary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """One line of the report: how much of one scarce thing a feature used, against doing without the feature."""
+
+    unit: str  # what is saved, e.g. "bytes per step"
+    used: float
+    without: float
+    measured: bool  # False where it was computed from sizes
+    cost: str  # what it cost, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature(ABC):
+    """One technique's settings. Subclasses are final, frozen, keyword-only dataclasses whose field docstrings are help.
+
+    `compose` calls, in this order and each for all features before the next: `resolve`, the check for conflicts,
+    `check`, and `apply` once a seam.
+    """
+
+    seams: ClassVar[tuple[Seam, ...]]
+    neutral: ClassVar[Feature | None] = None
+    """The setting that is bit-identical to absence, where one exists."""
+    engine: ClassVar[Literal["", "ddp", "fsdp"]] = ""
+    """At SHARD: which of torch's engines the model runs under, for features at WIRE that hook into it."""
+
+    @property
+    def name(self) -> str:
+        """`area.technique`, as the run file writes it."""
+        area = type(self).__module__.split(".")[1] if "." in type(self).__module__ else type(self).__module__
+        return f"{area}.{type(self).__name__.lower()}"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh dimensions it owns at SHARD and WIRE."""
+        return (HOSTS, LOCAL)
+
+    def resolve(self, world: World) -> Self:
+        """The same feature with every "auto" made a concrete choice for this world."""
+        return self
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError where the feature cannot work on this job; nothing has been changed or allocated yet."""
+        return
+
+    @abstractmethod
+    def apply(self, job: Job, seam: Seam) -> None:
+        """Attach at one of `seams`. What must be released goes on `job.exits`."""
+
+    def explain(self, job: Job) -> str:
+        """What was chosen and why, in one line; said at the start of a run and in the report."""
+        return ""
+
+    def saving(self, trace: Trace) -> Saving | None:
+        """The report's line, from what the run's trace measured."""
+        return None
+
+
+def check_owners(features: Sequence[Feature]) -> None:
+    """Raise ConflictError where two features own one seam (at SHARD and WIRE: one seam and mesh dimension)."""
+    for seam in (Seam.SHARD, Seam.WIRE, Seam.OPTIM):
+        owners = [feature for feature in features if seam in feature.seams]
+        for one, other in combinations(owners, 2):
+            shared = _contested(seam, one, other)
+            if shared is not None:
+                where = f"{seam.name} over {' and '.join(shared)}" if shared else seam.name
+                raise ConflictError(
+                    f"`{one.name}` and `{other.name}` both own {where}",
+                    hint=f"remove the table [{one.name}] or [{other.name}]",
+                )
+
+
+def _contested(seam: Seam, one: Feature, other: Feature) -> list[str] | None:
+    if seam is Seam.OPTIM:
+        return []
+    return [dimension for dimension in one.over if dimension in other.over] or None
+
+
+def ordered(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
+    """Every (seam, feature) in the order of application; inside a seam the given order stands."""
+    return sorted(((seam, feature) for feature in features for seam in feature.seams), key=lambda pair: pair[0])

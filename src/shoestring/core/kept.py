@@ -1,0 +1,90 @@
+"""The built-in state that survives a restart: model, optimizer, progress and random numbers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+@dataclass
+class Progress:
+    """How far the run is. Schedules are functions of it."""
+
+    step: int = 0  # optimizer steps done
+    total: int = 0  # optimizer steps to do; 0 where that is open
+    tokens: int = 0  # targets seen, over all ranks
+    count: float = 0.0  # the divisor of the last step's loss; see Job._divisor
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+
+def _options(state: dict[str, Any]) -> StateDictOptions:
+    """Whole tensors are distributed on loading; DTensors go where they lie."""
+    sharded = any(isinstance(value, DTensor) for value in state.values())
+    return StateDictOptions(full_state_dict=not sharded)
+
+
+class ModelState:
+    """Weights and buffers under their own names, whatever wraps the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state_dict, options=_options(state_dict))
+
+
+class OptimizerState:
+    """An optimizer's state under the names of its parameters, so that it fits any sharding."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parts = {name: part for each in state_dict["state"].values() for name, part in each.items()}
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
+
+
+class RandomState:
+    """The random states of Python, numpy and torch on this rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if self.device.type == "cuda" and "cuda" in state_dict:
+            torch.cuda.set_rng_state(state_dict["cuda"], self.device)

@@ -1,0 +1,155 @@
+"""Who runs: the ranks, the mesh they form, this rank's device, and the few exchanges the product itself needs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoestring.core.errors import WorldError
+from shoestring.core.feature import HOSTS, LOCAL
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one job as a mesh of hosts x ranks inside a host. `World()` is one process alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def hosts(self) -> int:
+        return self.size // self.local_size
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """The (hosts, local) device mesh; None for one process alone."""
+        if self.size == 1:
+            return None
+        return init_device_mesh(self.device.type, (self.hosts, self.local_size), mesh_dim_names=(HOSTS, LOCAL))
+
+    def ranks_over(self, dimensions: Sequence[str]) -> int:
+        """How many ranks the mesh has along `dimensions`."""
+        return (self.hosts if HOSTS in dimensions else 1) * (self.local_size if LOCAL in dimensions else 1)
+
+    def group(self, dimensions: Sequence[str]) -> dist.ProcessGroup | None:
+        """The process group along `dimensions`; None where that is this rank alone."""
+        if self.ranks_over(dimensions) == 1:
+            return None
+        if self.ranks_over(dimensions) == self.size:
+            return dist.group.WORLD
+        assert self.mesh is not None
+        return self.mesh.get_group(dimensions[0])
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank. Bytes, not objects: nothing that arrives is unpickled."""
+        if self.size == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], device=self.device))
+        longest = max(int(length) for length in lengths)
+        mine = self._tensor(data.ljust(longest, b"\0"))
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine)
+        return [each[: int(length)].cpu().numpy().tobytes() for each, length in zip(theirs, lengths, strict=True)]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The first rank's bytes, on every rank."""
+        if self.size == 1:
+            return data or b""
+        length = torch.tensor([len(data or b"") if self.first else 0], device=self.device)
+        dist.broadcast(length, 0)
+        count = int(length)
+        content = self._tensor(data or b"") if self.first else torch.empty(count, dtype=torch.uint8, device=self.device)
+        if count:
+            dist.broadcast(content, 0)
+        return content.cpu().numpy().tobytes()
+
+    def _tensor(self, data: bytes) -> torch.Tensor:
+        if not data:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    @classmethod
+    def current(cls) -> World:
+        """The world of the process group that is already initialised in this program, or one process alone."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(device=_device(0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        on_gpu = "nccl" in dist.get_backend()
+        return cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=local_rank,
+            local_size=local_size,
+            device=_device(local_rank) if on_gpu else torch.device("cpu"),
+        )
+
+
+@contextmanager
+def join(*, timeout: float = 600.0) -> Iterator[World]:
+    """Join the world that torchrun started this process in (or be alone), and leave it at the end.
+
+    Args:
+        timeout: seconds a collective may take before its ranks fail with an error instead of hanging.
+
+    Raises:
+        WorldError: the ranks do not find each other, or there are more of them than GPUs on this host.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World(device=_device(0))
+        return
+    size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = _device(local_rank)
+    if device.type == "cuda" and local_size > torch.cuda.device_count():
+        raise WorldError(
+            f"{local_size} workers on a host with {torch.cuda.device_count()} GPUs", hint="start one worker a GPU"
+        )
+    if size % local_size:
+        raise WorldError(f"{size} ranks do not divide into hosts of {local_size}", hint="start as many on each host")
+    if local_size == size:
+        # Gloo would listen on the address the host name resolves to; ranks of one host need no more than loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(f"the {size} ranks did not find each other: {error}") from error
+    try:
+        yield World(dist.get_rank(), size, local_rank, local_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,30 @@
+"""Whole graphs instead of single operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoestring.core.feature import Feature, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+
+__all__ = ["Compile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Feature):
+    """torch.compile the model; the first steps take long, later ones less."""
+
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """`inductor` generates fused kernels and needs a C++ compiler (CPU) or Triton (GPU); the others are for debugging."""
+
+    seams: ClassVar = (Seam.GRAPH,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        # A pass that another feature has put there already wraps its own backend.
+        job.backend = job.backend or self.backend
+
+    def explain(self, job: Job) -> str:
+        return f"by {self.backend}; the first steps compile"

@@ -1,0 +1,50 @@
+"""Less memory at the peak, for more time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Saving, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+__all__ = ["Recompute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Feature):
+    """Activation checkpointing (Chen et al., 2016): keep a block's input only, run its forward pass again in backward."""
+
+    every: int = 1
+    """Treat each `every`-th block of the model so; 1 saves most."""
+
+    seams: ClassVar = (Seam.MODEL,)
+
+    def check(self, job: Job) -> None:
+        from shoestring.models.blocks import repeated
+
+        if self.every < 1:
+            raise ConfigError(f"`{self.name}.every` must be at least 1, got {self.every}")
+        if not repeated(job.model):
+            raise ConfigError(
+                f"{self.name} finds no blocks in {type(job.model).__name__}", hint="put its layers in an nn.ModuleList"
+            )
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.memory.recompute import recompute
+
+        recompute(job, self.every)
+
+    def saving(self, trace: Trace) -> Saving | None:
+        blocks, treated = trace.facts["blocks"], trace.facts["recomputed_blocks"]
+        return Saving(
+            unit="blocks whose activations are held",
+            used=blocks - treated,
+            without=blocks,
+            measured=False,
+            cost=f"{treated:.0f} of {blocks:.0f} blocks run forward twice",
+        )

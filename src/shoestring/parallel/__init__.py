@@ -1,0 +1,87 @@
+"""Keeping the models of several ranks equal: replication and sharding by torch's own engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+__all__ = ["DDP", "FSDP"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Feature):
+    """A whole replica of the model on every rank, gradients averaged (torch DDP); the default with several ranks."""
+
+    bucket_mb: float = 25.0
+    """Size of the buckets in which gradients travel while the backward pass still computes, in MB."""
+    find_unused: bool = False
+    """Look for parameters that a step did not use; needed where the graph changes, costs a walk of the graph."""
+
+    seams: ClassVar = (Seam.SHARD,)
+    engine: ClassVar = "ddp"
+
+    def check(self, job: Job) -> None:
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"`{self.name}.bucket_mb` must be positive, got {self.bucket_mb}")
+        if job.engine == "ddp" and job.model is not job.module:
+            raise ConfigError("the model is wrapped in DDP already", hint=f"remove {self.name}")
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.parallel.ddp import replicate
+
+        replicate(job, self)
+
+    def explain(self, job: Job) -> str:
+        return f"{job.world.size} replicas" if job.world.size > 1 else "off: one rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Feature):
+    """Parameters, gradients and optimizer state sharded over ranks (torch FSDP2, `fully_shard`)."""
+
+    hosts: Literal["shard", "replicate", "leave"] = "shard"
+    """Across hosts: shard as inside them, hold replicas (hybrid sharding), or leave that dimension to another feature."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between the forward and backward pass: less memory, one more gather."""
+
+    seams: ClassVar = (Seam.SHARD,)
+    engine: ClassVar = "fsdp"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        return (LOCAL,) if self.hosts == "leave" else (HOSTS, LOCAL)
+
+    def check(self, job: Job) -> None:
+        if job.engine == "ddp":
+            raise ConfigError("the model is wrapped in DDP already", hint=f"remove DDP or {self.name}")
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.parallel.fsdp import shard
+
+        shard(job, self)
+
+    def explain(self, job: Job) -> str:
+        if job.world.size == 1:
+            return "off: one rank"
+        if self.hosts == "shard":
+            return f"sharded over {job.world.size} ranks"
+        return f"sharded over the {job.world.local_size} ranks of a host, {self.hosts}d across {job.world.hosts} hosts"
+
+    def saving(self, trace: Trace) -> Saving | None:
+        shards, whole = trace.facts.get("shards", 1.0), 4 * trace.facts["gradient_bytes"] / 2**30
+        if shards == 1:
+            return None
+        return Saving(
+            unit="GiB of parameters, gradients and optimizer state a rank",
+            used=whole / shards,
+            without=whole,
+            measured=False,
+            cost="gathers parameters twice a step" if self.reshard_after_forward else "gathers parameters once a step",
+        )

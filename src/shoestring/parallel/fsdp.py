@@ -1,0 +1,48 @@
+"""Sharding by torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from shoestring import parallel
+from shoestring.core.feature import LOCAL
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.models.blocks import repeated
+
+
+def shard(job: Job, settings: parallel.FSDP) -> None:
+    mesh = _mesh(job.world, settings)
+    if mesh is None:
+        return
+    for module in (*repeated(job.model), job.model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward)
+    assert isinstance(job.model, FSDPModule)
+    job.replicas, job.sync = settings.over, _sync(job.model)
+    job.trace.facts["shards"] = mesh.size(-1)
+
+
+def _mesh(world: World, settings: parallel.FSDP) -> DeviceMesh | None:
+    """One dimension shards; of two, the first replicates."""
+    if world.mesh is None or world.ranks_over(settings.over) == 1:
+        return None
+    if settings.hosts == "leave":
+        return world.mesh[LOCAL]
+    if settings.hosts == "replicate" and world.hosts > 1:
+        return world.mesh
+    return init_device_mesh(world.device.type, (world.size,))
+
+
+def _sync(model: FSDPModule) -> Callable[[bool], AbstractContextManager[None]]:
+    """Reduce gradients in the last micro-batch only."""
+
+    @contextmanager
+    def sync(last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(last)
+        yield
+
+    return sync
