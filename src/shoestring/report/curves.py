@@ -1,0 +1,113 @@
+"""Metrics as the charts take them: what is drawn together, in which order, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shoestring.report import digest
+from shoestring.report.folder import RunFolder
+
+LARGE, SMALL = 4000, 1200  # points kept of a curve, in a large chart and in a small one
+
+_MAIN = {
+    "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
+    "nats": ("Loss, nats per token", "loss", "held_out_loss"),
+}
+_KNOWN = {  # metric: title, unit, format
+    "tokens_per_second": ("Speed", "tokens per second", "count"),
+    "memory_gib": ("Memory", "GiB", "plain"),
+    "lr": ("Learning rate", "", "plain"),
+    "grad_norm": ("Gradient norm", "", "plain"),
+    "step_seconds": ("Time of a step", "seconds", "plain"),
+    "data_wait": ("Waiting for data", "share of the step", "percent"),
+    "mfu": ("Model FLOP utilisation", "share of the peak", "percent"),
+}
+
+
+def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """What the page's script draws: {"large": charts, "small": charts, "tokens": whether tokens can be the x axis}.
+
+    A chart is {"key", "title", "unit", "format", "lines", "marks"}; a line {"label", "tone", "style", "logged",
+    "step", "seconds", "tokens", "value"} with equally long lists. A value that is not finite is its name as text.
+    """
+    large = [_large(key, runs) for key in _MAIN]
+    taken = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
+    found = {metric for run in runs for metric in run.columns} - taken
+    order = [metric for metric in _KNOWN if metric in found] + sorted(found - set(_KNOWN))
+    charts = {
+        "large": [chart for chart in large if chart["lines"]],
+        "small": [_small(metric, runs) for metric in order],
+    }
+    lines = [line for group in charts.values() for chart in group for line in chart["lines"]]
+    return charts | {"tokens": bool(lines) and all(None not in line["tokens"] for line in lines)}
+
+
+def thin(values: Sequence[float], limit: int) -> list[int]:
+    """Indices of at most `limit` values that keep the curve's shape.
+
+    The values are cut into equal stretches; of each, the lowest, the highest and the first that is not finite
+    stay, and of the whole the first and the last: all of them are values that were logged, none an average.
+    """
+    if len(values) <= limit:
+        return list(range(len(values)))
+    stretches = max(1, (limit - 2) // 3)
+    kept = {0, len(values) - 1}
+    for part in range(stretches):
+        stretch = range(part * len(values) // stretches, (part + 1) * len(values) // stretches)
+        finite = [index for index in stretch if math.isfinite(values[index])]
+        if finite:
+            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        kept |= set([index for index in stretch if not math.isfinite(values[index])][:1])
+    return sorted(kept)
+
+
+def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    title, training, held_out = _MAIN[key]
+    lines = []
+    for position, run in enumerate(runs):
+        prefix = f"{digest.label(run, runs)}: " if len(runs) > 1 else ""
+        tones = (position, position) if len(runs) > 1 else (0, 1)
+        lines += [
+            _line(run, training, f"{prefix}training", tones[0], "thin", LARGE),
+            _line(run, held_out, f"{prefix}held out", tones[1], "dots", LARGE),
+        ]
+    marks = [{"label": label, "value": value} for label, value in digest.baselines(runs[0]).items()]
+    chart = {"key": key, "title": title, "unit": "", "format": "plain", "marks": marks if key == "bits" else []}
+    return chart | {"lines": [line for line in lines if line["value"]]}
+
+
+def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    title, unit, form = _KNOWN.get(metric, (metric, "", "plain"))
+    lines = [_line(run, metric, digest.label(run, runs), position, "solid", SMALL) for position, run in enumerate(runs)]
+    chart = {"key": metric, "title": title, "unit": unit, "format": form, "marks": []}
+    return chart | {"lines": [line for line in lines if line["value"]]}
+
+
+def _line(run: RunFolder, metric: str, label: str, tone: int, style: str, limit: int) -> dict[str, Any]:
+    column = run.columns.get(metric, {})
+    steps, values = list(column), list(column.values())
+    kept = thin(values, limit)
+    times = run.columns.get("time", {})
+    start = next(iter(times.values()), 0.0)
+    return {
+        "label": label,
+        "tone": tone,
+        "style": style,
+        "logged": len(values),
+        "step": [steps[index] for index in kept],
+        "seconds": [_since(times.get(steps[index]), start) for index in kept],
+        "tokens": [digest.tokens_at(run, steps[index]) for index in kept],
+        "value": [_shown(values[index]) for index in kept],
+    }
+
+
+def _since(time: float | None, start: float) -> float | None:
+    elapsed = None if time is None else time - start
+    return round(elapsed, 2) if elapsed is not None and math.isfinite(elapsed) else None
+
+
+def _shown(value: float) -> float | str:
+    """Six significant digits are more than a screen shows; what JSON cannot hold goes as its name."""
+    return float(f"{value:.6g}") if math.isfinite(value) else {math.inf: "∞", -math.inf: "-∞"}.get(value, "NaN")

@@ -1,0 +1,120 @@
+"""The few facts a reader wants first, derived once for the page, the comparison and the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+from shoestring.report.folder import RunFolder, number, table, tables
+
+STATUSES = {"finished": "✓", "stopped": "■", "failed": "✕"}
+UNFINISHED = "no summary"
+
+
+def name(run: RunFolder) -> str:
+    """What the run calls itself, else its folder's name."""
+    given = run.summary.get("name") or table(run.settings, "run").get("name")
+    return str(given) if given else run.path.resolve().name
+
+
+def status(run: RunFolder) -> str:
+    """finished, stopped or failed as the summary says; `UNFINISHED` without one."""
+    return str(run.summary.get("status", UNFINISHED)) if run.summary else UNFINISHED
+
+
+def last_step(run: RunFolder) -> int:
+    """The last step that was logged or summed up."""
+    logged = max((max(column) for column in run.columns.values() if column), default=0)
+    return max(logged, int(_finite(run.summary.get("steps")) or 0))
+
+
+def seconds(run: RunFolder) -> float | None:
+    """Wall-clock seconds of the run: the summary's, else between the first and the last metrics."""
+    if (summed := _finite(run.summary.get("seconds"))) is not None:
+        return summed
+    times = [value for value in run.columns.get("time", {}).values() if math.isfinite(value)]
+    return max(times) - min(times) if len(times) > 1 else None
+
+
+def results(run: RunFolder) -> dict[str, float]:
+    """Final figures by their readable name, in the order a reader wants them; what is unknown is left out."""
+    bits = table(run.summary, "bits_per_byte")
+    found = {
+        "held-out bits per byte": _finite(bits.get("held out"), _last(run, "held_out_bits_per_byte")),
+        "training bits per byte": _finite(bits.get("training"), _last(run, "bits_per_byte")),
+        "held-out loss (nats per token)": _last(run, "held_out_loss"),
+        "training loss (nats per token)": _last(run, "loss"),
+        "tokens per second (median)": _reduced(run, "tokens_per_second", median),
+        "share of time waiting for data (median)": _reduced(run, "data_wait", median),
+        "MFU (median)": _reduced(run, "mfu", median),
+        "memory at peak (GiB)": _peak_memory(run),
+        "steps": float(last_step(run)) or None,
+        "tokens": _finite(run.summary.get("tokens"), _last(run, "tokens")),
+        "seconds": seconds(run),
+        "parameters": _finite(run.summary.get("parameters")),
+    }
+    return {label: value for label, value in found.items() if value is not None}
+
+
+def baselines(run: RunFolder) -> dict[str, float]:
+    """Bits per byte of each yardstick on the same held-out text."""
+    given = ((str(label), _finite(value)) for label, value in table(run.summary, "baselines").items())
+    return {label: value for label, value in given if value is not None}
+
+
+def verdict(run: RunFolder) -> str:
+    """One sentence: which baselines the held-out figure beats and which it does not."""
+    ours = results(run).get("held-out bits per byte")
+    known = baselines(run)
+    if ours is None or not known:
+        return ""
+    better = [label for label, value in known.items() if ours < value]
+    worse = [label for label, value in known.items() if ours >= value]
+    parts = [f"better than {_join(better)}"] if better else []
+    parts += [f"not better than {_join(worse)}"] if worse else []
+    return "; ".join(parts)
+
+
+def tokens_at(run: RunFolder, step: int) -> float | None:
+    """Tokens seen by `step`: as logged, else in proportion to the summary's total."""
+    if "tokens" in run.columns:
+        return _finite(run.columns["tokens"].get(step))
+    tokens, steps = _finite(run.summary.get("tokens")), _finite(run.summary.get("steps"))
+    return step * tokens / steps if tokens and steps else None
+
+
+def _join(labels: list[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+
+
+def _finite(*candidates: object) -> float | None:
+    figures = (number(candidate) for candidate in candidates)
+    return next((figure for figure in figures if figure is not None and math.isfinite(figure)), None)
+
+
+def _last(run: RunFolder, key: str) -> float | None:
+    """The last value as it is, NaN included: a run that diverged must not look as if it had not."""
+    return next(reversed(run.columns.get(key, {}).values()), None)
+
+
+def _reduced(run: RunFolder, key: str, reduce: Callable[[Iterable[float]], float]) -> float | None:
+    values = [value for value in run.columns.get(key, {}).values() if math.isfinite(value)]
+    return reduce(values) if values else None
+
+
+def _peak_memory(run: RunFolder) -> float | None:
+    ranks = [_finite(rank.get("memory_gib")) for rank in tables(run.summary, "ranks")]
+    known = [figure for figure in ranks if figure is not None]
+    return max(known) if known else _reduced(run, "memory_gib", max)
+
+
+def label(run: RunFolder, runs: Sequence[RunFolder]) -> str:
+    """The run's name among `runs`, with its folder where names are equal."""
+    own = name(run)
+    if sum(name(other) == own for other in runs) == 1:
+        return own
+    folder = run.path.resolve()
+    if sum(other.path.resolve().name == folder.name for other in runs) == 1:
+        return f"{own} ({folder.name})"
+    return f"{own} ({folder.parent.name}/{folder.name})"

@@ -1,0 +1,57 @@
+"""HTML built so that nothing from outside can become markup: every plain string is escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+
+VOID = frozenset({"meta", "input", "rect", "br"})
+
+
+class Markup(str):
+    """Text that is HTML already; only `tag`, `join` and the page itself make it."""
+
+
+def tag(name: str, *children: str, **attributes: str | int | float | bool) -> Markup:
+    """`<name attributes>children</name>`; a trailing underscore and inner ones go: `class_`, `aria_label`."""
+    parts = []
+    for key, value in attributes.items():
+        if value is not False:
+            label = key.rstrip("_").replace("_", "-")
+            parts.append(f" {label}" if value is True else f' {label}="{escape(str(value))}"')
+    opening = f"<{name}{''.join(parts)}>"
+    return Markup(opening if name in VOID else f"{opening}{join(children)}</{name}>")
+
+
+def join(children: Iterable[str]) -> Markup:
+    """Children one after the other, escaped unless they are Markup."""
+    return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children))
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, figures: int = 0) -> Markup:
+    """A real table that scrolls by itself on a narrow screen.
+
+    Args:
+        caption: what the table holds; also the name of its scrolling region.
+        head: column titles.
+        rows: cells; the first of each row is its header.
+        figures: index of the first column of numbers, which are set right; 0 for none.
+    """
+
+    def cell(index: int, child: str) -> Markup:
+        kind = "figure" if figures and index >= figures else "words"
+        return tag("th", child, scope="row") if index == 0 else tag("td", child, class_=kind)
+
+    titles = [
+        tag("th", t, scope="col", class_="figure" if figures and i >= figures else "words") for i, t in enumerate(head)
+    ]
+    body = [tag("tr", *(cell(i, child) for i, child in enumerate(row))) for row in rows]
+    inner = tag("table", tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", *body))
+    return tag("div", inner, class_="scroll", role="region", tabindex=0, aria_label=caption)
+
+
+def embedded(value: object) -> Markup:
+    """JSON that can stand inside a script element: no `<` that could end it or open a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))

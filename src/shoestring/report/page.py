@@ -1,0 +1,108 @@
+"""One offline page from a run folder: markup, style, script and data in a single file that asks nobody for anything."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from shoestring.core.errors import ShoestringError
+from shoestring.report import curves, digest, sections
+from shoestring.report.folder import RunFolder, read
+from shoestring.report.markup import Markup, embedded, join, tag
+
+
+def write(folder: Path) -> Path:
+    """Write `folder/report.html` from what the run has left so far, whole or not at all.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ConfigError: `folder` is not a run folder.
+        ShoestringError: the page cannot be written.
+    """
+    run = read(folder)
+    return save(run.path / "report.html", document(digest.name(run), *_parts(run)))
+
+
+def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> str:
+    """The whole page; its policy lets the two inline parts run, known by their hash, and nothing else load."""
+    style, script = (_part(name) for name in ("page.css", "page.js"))
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
+    return Template(_part("page.html")).substitute(
+        title=join([title]), policy=policy, style=style, script=script, head=head, body=body, data=embedded(data)
+    )
+
+
+def charts(data: dict[str, Any]) -> Markup:
+    """Where the script draws: large charts, small ones, and the table of values beneath."""
+    if not data["large"] and not data["small"]:
+        return Markup()
+    small = tag("div", id="small", class_="small")
+    return tag(
+        "section",
+        tag("h2", "Curves"),
+        tag("noscript", tag("p", "The charts need JavaScript; the table of values below does not.")),
+        tag("form", id="controls", class_="controls", aria_label="How the curves are drawn"),
+        tag("div", id="large"),
+        small,
+        sections.values_of(data["large"] or data["small"]),
+    )
+
+
+def save(path: Path, text: str) -> Path:
+    """Replace `path` by `text` in one step: nobody sees half a page, and a full disk leaves the old one."""
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        reason = error.strerror or str(error)
+        raise ShoestringError(
+            f"cannot write {path}: {reason}", hint="free some space or make the folder writable"
+        ) from error
+    return path
+
+
+def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
+    data = curves.payload([run])
+    body = join(
+        [
+            sections.headline(run),
+            sections.facts(run),
+            charts(data),
+            sections.where(run),
+            sections.savings(run),
+            sections.features(run),
+            sections.ranks(run),
+            sections.samples(run),
+            sections.notes(run),
+            sections.documents(run),
+        ]
+    )
+    return sections.heading(run), body, data
+
+
+def _part(name: str) -> str:
+    return files("shoestring.report").joinpath(name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,258 @@
+"""The written parts of the report page, each a function from a run folder to markup (empty when there is nothing)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shoestring.report import digest, figures
+from shoestring.report.folder import RunFolder, flat, number, table, tables
+from shoestring.report.markup import Markup, join, tag
+from shoestring.report.markup import table as grid
+
+_SHOWN_RANKS = 8  # more than this and the table of what ran where shows the least and the most instead of each
+
+
+def heading(run: RunFolder) -> Markup:
+    """Name, status with its message, and when and where it ran."""
+    state = digest.status(run)
+    badge = tag("span", f"{digest.STATUSES.get(state, '…')} {state}", class_="badge", data_status=state)
+    message = str(run.summary.get("message") or "")
+    if not run.summary:
+        message = (
+            f"The run is going on, or it ended without writing a summary; last step seen: {digest.last_step(run):,}."
+        )
+    started, host = (str(run.environment.get(key) or "") for key in ("started", "host"))
+    origin = " · ".join(part for part in (started and f"started {started}", host and f"on {host}") if part)
+    return tag(
+        "div",
+        tag("h1", digest.name(run)),
+        tag("p", badge, " ", tag("span", message)),
+        tag("p", origin, class_="quiet") if origin else "",
+        class_="title",
+    )
+
+
+def headline(run: RunFolder) -> Markup:
+    """The one number, beside its yardsticks."""
+    found = digest.results(run)
+    title = next((label for label in found if "bits per byte" in label or "loss" in label), "")
+    if not title:
+        return tag("p", "No loss has been logged yet.", class_="quiet")
+    number_ = tag("div", tag("span", figures.plain(found[title]), class_="number"), tag("span", title, class_="of"))
+    verdict = digest.verdict(run)
+    return tag(
+        "section",
+        tag("div", number_, tag("p", verdict, class_="verdict") if verdict else "", class_="lead"),
+        _bars(run, found) if "bits per byte" in title else "",
+        class_="headline",
+        aria_label="Result",
+    )
+
+
+def _bars(run: RunFolder, found: dict[str, float]) -> Markup:
+    ours = {"ours": ("this run, held out", "held-out"), "training": ("this run, training", "training")}
+    own = [(label, found.get(f"{part} bits per byte"), kind) for kind, (label, part) in ours.items()]
+    known = [(label, value, kind) for label, value, kind in own if value is not None and math.isfinite(value)]
+    known += [(label, value, "baseline") for label, value in digest.baselines(run).items()]
+    most = max((value for _, value, _ in known), default=0.0)
+    rows = [
+        tag(
+            "tr",
+            tag("th", label, scope="row"),
+            tag("td", bar(value / most if most > 0 else 0, kind), class_="bar"),
+            tag("td", f"{value:.3f}", class_="figure"),
+            class_=kind,
+        )
+        for label, value, kind in sorted(known, key=lambda row: row[1])
+    ]
+    return (
+        tag("table", tag("caption", "Bits per byte; lower is better"), tag("tbody", *rows), class_="bars")
+        if rows
+        else Markup()
+    )
+
+
+def bar(share: float, kind: str = "share") -> Markup:
+    """A bar of `share` (0 to 1) of its cell; drawn as SVG so that it prints."""
+    width = f"{100 * min(max(share, 0.0), 1.0):.2f}%"
+    return tag("svg", tag("rect", width=width, height="100%", rx=2), class_=f"meter {kind}", aria_hidden="true")
+
+
+def facts(run: RunFolder) -> Markup:
+    """Steps, tokens, time, size, speed and memory in one strip."""
+    found = digest.results(run)
+    total = number(run.summary.get("total_steps"))
+    steps = f"{digest.last_step(run):,}" + (f" of {int(total):,}" if total and total < 1e15 else "")
+    shown = {
+        "Steps": steps,
+        "Tokens": _optional(found.get("tokens"), figures.count),
+        "Time": _optional(found.get("seconds"), figures.duration),
+        "Parameters": _optional(found.get("parameters"), figures.count),
+        "Tokens per second": _optional(found.get("tokens per second (median)"), figures.count),
+        "MFU": _optional(found.get("MFU (median)"), figures.percent),
+        "Memory at peak": _optional(found.get("memory at peak (GiB)"), lambda gib: f"{gib:.3g} GiB"),
+        "Waiting for data": _optional(found.get("share of time waiting for data (median)"), figures.percent),
+        "Ranks": str(len(tables(run.summary, "ranks")) or ""),
+    }
+    pairs = [tag("div", tag("dt", label), tag("dd", value)) for label, value in shown.items() if value]
+    return tag("dl", *pairs, class_="facts")
+
+
+def where(run: RunFolder) -> Markup:
+    """What ran where: every kind of work with its count, time, share and bytes, and the time on each rank."""
+    spans: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for position, trace in enumerate(run.traces):
+        for total in tables(trace, "totals"):
+            spans.setdefault((str(total.get("kind", "")), str(total.get("name", ""))), {})[position] = total
+    if not spans:
+        return Markup()
+    ranks = [
+        f"rank {trace.get('rank', '?')}" + (f" · {trace['host']}" if trace.get("host") else "") for trace in run.traces
+    ]
+    each = len(ranks) <= _SHOWN_RANKS
+    length = digest.seconds(run) or 0.0
+    order = sorted(spans.items(), key=lambda item: -_mean(item[1].values(), "seconds", len(ranks)))
+    rows = [_span(name, kind, by_rank, len(ranks), each, length) for (kind, name), by_rank in order]
+    columns = [] if len(ranks) == 1 else [f"{rank}, s" for rank in ranks] if each else ["least, s", "most, s"]
+    head = ["Name", "Kind", "Share of the run", "Count", "Seconds", "Bytes", *columns]
+    caption = "Counts, seconds and bytes are means over the ranks. Spans can lie inside one another, so shares may add up to more than the whole."
+    return _section("What ran where", grid(caption, head, rows, figures=3))
+
+
+def _span(name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, each: bool, length: float) -> list[str]:
+    spent = [number(by_rank.get(rank, {}).get("seconds")) or 0.0 for rank in range(ranks)]
+    mean = sum(spent) / ranks
+    share = mean / length if length > 0 else 0.0
+    meter = join([bar(share, kind), figures.percent(share)]) if length > 0 else "unknown"
+    nbytes = _mean(by_rank.values(), "bytes", ranks)
+    cells = [name, kind, meter, figures.count(_mean(by_rank.values(), "count", ranks)), _seconds(mean)]
+    cells.append(figures.size(nbytes) if nbytes else "–")
+    if ranks == 1:
+        return cells
+    return cells + [_seconds(value) for value in (spent if each else (min(spent), max(spent)))]
+
+
+def savings(run: RunFolder) -> Markup:
+    """A line for what each feature saved and what that cost."""
+    lines = [saving(row) for row in tables(run.summary, "savings")]
+    return (
+        _section("Saved, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="savings"))
+        if lines
+        else Markup()
+    )
+
+
+def saving(row: dict[str, Any]) -> str:
+    """One feature's saving as a sentence; `unit` starting with "bytes" gets readable sizes."""
+    unit, feature = str(row.get("unit", "")), str(row.get("feature", "a feature"))
+    used, without = number(row.get("used")), number(row.get("without"))
+    cost = f"; costs: {row['cost']}" if row.get("cost") else ""
+    how = "measured" if row.get("measured") else "computed, not measured"
+    if used is None or without is None:
+        return f"{feature}: nothing is known of {unit}{cost}"
+    show = figures.size if unit.startswith("bytes") else figures.plain
+    change = f"{show(used)} instead of {show(without)}, {how}{cost}"
+    if not without > 0 or used != used:
+        return f"{feature}: {unit} {change}"
+    share = 1 - used / without
+    verb = f"saved {figures.percent(share)} of" if share >= 0 else f"cost {figures.percent(-share)} more"
+    return f"{feature} {verb} {unit}: {change}"
+
+
+def features(run: RunFolder) -> Markup:
+    """What was switched on, where it hooks in, with which settings, and why."""
+    rows = [
+        [str(row.get("name", "")), ", ".join(map(str, row.get("seams") or [])), str(row.get("why", "")), _settings(row)]
+        for row in tables(run.summary, "features")
+    ]
+    return (
+        _section("Features", grid("In the order in which they were applied", ["Name", "Seam", "Why", "Settings"], rows))
+        if rows
+        else Markup()
+    )
+
+
+def ranks(run: RunFolder) -> Markup:
+    """Who ran: host, device, dtype, threads, speed and memory of each rank."""
+    keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
+    rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
+    head = ["Rank", "Host", "Device", "Number format", "Threads", "Tokens per second", "Memory, GiB"]
+    return _section("Ranks", grid("One row a process", head, rows, figures=4)) if rows else Markup()
+
+
+def samples(run: RunFolder) -> Markup:
+    """Generated text: the prompt marked, the rest as it came."""
+    shown = [
+        tag("figure", tag("pre", tag("mark", str(row.get("prompt", ""))), str(row.get("text", "")), tabindex=0))
+        for row in tables(run.summary, "samples")
+    ]
+    note = tag("p", "The prompt is marked; the model wrote the rest.", class_="quiet")
+    return _section("Samples", note, tag("div", *shown, class_="samples")) if shown else Markup()
+
+
+def notes(run: RunFolder) -> Markup:
+    """What the run wanted to say, and what of the folder could not be read."""
+    given = run.summary.get("notes")
+    lines = [str(note) for note in given] if isinstance(given, list) else []
+    lines += run.problems
+    return _section("Notes", tag("ul", *(tag("li", line) for line in lines))) if lines else Markup()
+
+
+def documents(run: RunFolder) -> Markup:
+    """The resolved run file and the environment, key by key."""
+    parts = [
+        tag(
+            "details",
+            tag("summary", title),
+            grid(caption, ["Key", "Value"], list(flat(document).items())),
+            open=is_open,
+        )
+        for title, caption, document, is_open in (
+            ("Settings", "The resolved run file, run.toml", run.settings, True),
+            ("Environment", "Versions, source, command and host, environment.json", run.environment, False),
+        )
+        if document
+    ]
+    return _section("How to repeat it", *parts) if parts else Markup()
+
+
+def _section(title: str, *children: str) -> Markup:
+    return tag("section", tag("h2", title), *children)
+
+
+def _optional(value: float | None, show: Any) -> str:  # noqa: ANN401 (any formatter of a float)
+    return "" if value is None else show(value)
+
+
+def _mean(totals: Iterable[dict[str, Any]], key: str, ranks: int) -> float:
+    return sum(number(total.get(key)) or 0.0 for total in totals) / max(ranks, 1)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3f}" if value < 100 else f"{value:,.1f}"
+
+
+def _settings(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in flat(table(row, "settings")).items()) or "defaults"
+
+
+def _cell(value: object) -> str:
+    figure = number(value)
+    return "–" if value is None else str(value) if figure is None else figures.plain(figure)
+
+
+def values_of(charts: Sequence[dict[str, Any]], rows: int = 12) -> Markup:
+    """The same curves as a table of a few steps, for who cannot see or run the charts."""
+    lines = [(f"{chart['title']}: {line['label']}", line) for chart in charts for line in chart["lines"]]
+    if not lines:
+        return Markup()
+    steps = sorted({step for _, line in lines for step in line["step"]})
+    stride = max(1, (len(steps) - 1) // max(rows - 1, 1))
+    chosen = sorted({*steps[::stride], steps[-1]})
+    looked_up = [dict(zip(line["step"], line["value"], strict=True)) for _, line in lines]
+    body = [[f"{step:,}", *(_cell(values.get(step)) for values in looked_up)] for step in chosen]
+    caption = "Values of the curves at some of the steps"
+    inner = grid(caption, ["Step", *(title for title, _ in lines)], body, figures=1)
+    return tag("details", tag("summary", "The curves as a table"), inner)
