@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoestring.report import curves, digest, figures, page
@@ -10,7 +10,6 @@ from shoestring.report.folder import RunFolder, flat, read
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 
-Row = tuple[str, str, str]
 _ABSENT = "–"
 
 
@@ -28,22 +27,17 @@ def compare(a: Path, b: Path, out: Path) -> tuple[str, Path]:
     names = (digest.label(runs[0], runs), digest.label(runs[1], runs))
     settings = _differing(flat(runs[0].settings), flat(runs[1].settings))
     versions = _differing(*(flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs))
-    results = _results(*runs)
     blocks = (
-        ("Results", ("", *names, "B against A"), results, "the runs have no results yet"),
-        ("Settings that differ", ("", *names), settings, "none"),
-        ("Versions that differ", ("", *names), versions, "none"),
+        ("Results", "Final figures; the last column is B relative to A.", ("B against A",), _results(*runs)),
+        ("Settings that differ", "From the resolved run files.", (), settings),
+        ("Versions that differ", "From what each run wrote about its environment.", (), versions),
     )
-    text = [
-        f"A  {names[0]}  {digest.status(runs[0])}  {runs[0].path}",
-        f"B  {names[1]}  {digest.status(runs[1])}  {runs[1].path}",
-    ]
+    text = [f"{letter}  {name}  {digest.status(run)}" for letter, name, run in zip("AB", names, runs, strict=True)]
     parts: list[Markup] = []
-    for title, head, rows, empty in blocks:
-        text += ["", title.lower(), *_aligned(rows, empty)]
-        shown = (
-            grid(title, head, rows, figures=1 if title == "Results" else 0) if rows else tag("p", empty, class_="quiet")
-        )
+    for title, caption, more, rows in blocks:
+        text += ["", title.lower(), *_aligned(rows)]
+        head = ("", *(f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)), *more)
+        shown = grid(caption, head, rows, figures=len(more)) if rows else tag("p", "none", class_="quiet")
         parts.append(tag("section", tag("h2", title), shown))
     return "\n".join(text) + "\n", page.save(Path(out), _page(runs, names, parts))
 
@@ -63,7 +57,7 @@ def _page(runs: tuple[RunFolder, RunFolder], names: tuple[str, str], parts: list
     return page.document(f"Compared: {title}", head, join([parts[0], page.charts(data), *parts[1:]]), data)
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[Row]:
+def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Keys whose values differ, in A's order, then what only B has."""
     keys = [*a, *(key for key in b if key not in a)]
     return [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in keys if a.get(key) != b.get(key)]
@@ -99,9 +93,9 @@ def _change(a: float | None, b: float | None) -> str:
     return f"{ratio:+.2%}" if abs(ratio) < 10 else f"x{b / a:.3g}" if a and ratio == ratio else ""
 
 
-def _aligned(rows: list[Row] | list[tuple[str, str, str, str]], empty: str) -> list[str]:
-    if not rows:
-        return [f"  {empty}"]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    padded = (zip(row, widths, strict=True) for row in rows)
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as padded columns; characters that could steer a terminal are replaced."""
+    clean = [["".join(c if c.isprintable() else "�" for c in cell) for cell in row] for row in rows] or [["none"]]
+    widths = [max(len(cell) for cell in column) for column in zip(*clean, strict=True)]
+    padded = (zip(row, widths, strict=True) for row in clean)
     return [("  " + "  ".join(f"{cell:<{width}}" for cell, width in cells)).rstrip() for cells in padded]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from shoestring.report import digest
 from shoestring.report.folder import RunFolder
 
 LARGE, SMALL = 4000, 1200  # points kept of a curve, in a large chart and in a small one
+TREND = 250  # a curve of twice as many points gets their means drawn over it
+LETTERS = "AB"
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -52,43 +55,61 @@ def thin(values: Sequence[float], limit: int) -> list[int]:
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    stretches = max(1, (limit - 2) // 3)
     kept = {0, len(values) - 1}
-    for part in range(stretches):
-        stretch = range(part * len(values) // stretches, (part + 1) * len(values) // stretches)
+    for stretch in _stretches(len(values), max(1, (limit - 2) // 3)):
         finite = [index for index in stretch if math.isfinite(values[index])]
         if finite:
             kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-        kept |= set([index for index in stretch if not math.isfinite(values[index])][:1])
+        if len(finite) < len(stretch):
+            kept.add(next(index for index in stretch if not math.isfinite(values[index])))
     return sorted(kept)
+
+
+def _stretches(length: int, number: int) -> Iterator[range]:
+    return (range(part * length // number, (part + 1) * length // number) for part in range(number))
 
 
 def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     title, training, held_out = _MAIN[key]
     lines = []
     for position, run in enumerate(runs):
-        prefix = f"{digest.label(run, runs)}: " if len(runs) > 1 else ""
+        prefix = f"{LETTERS[position]} " if len(runs) > 1 else ""
         tones = (position, position) if len(runs) > 1 else (0, 1)
-        lines += [
-            _line(run, training, f"{prefix}training", tones[0], "thin", LARGE),
-            _line(run, held_out, f"{prefix}held out", tones[1], "dots", LARGE),
-        ]
+        lines += _lines(run, training, f"{prefix}training", tones[0], "thin", LARGE)
+        lines += _lines(run, held_out, f"{prefix}held out", tones[1], "dots", LARGE)
     marks = [{"label": label, "value": value} for label, value in digest.baselines(runs[0]).items()]
     chart = {"key": key, "title": title, "unit": "", "format": "plain", "marks": marks if key == "bits" else []}
-    return chart | {"lines": [line for line in lines if line["value"]]}
+    return chart | {"lines": lines}
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     title, unit, form = _KNOWN.get(metric, (metric, "", "plain"))
-    lines = [_line(run, metric, digest.label(run, runs), position, "solid", SMALL) for position, run in enumerate(runs)]
-    chart = {"key": metric, "title": title, "unit": unit, "format": form, "marks": []}
-    return chart | {"lines": [line for line in lines if line["value"]]}
+    lines = []
+    for position, run in enumerate(runs):
+        lines += _lines(run, metric, LETTERS[position] if len(runs) > 1 else title.lower(), position, "solid", SMALL)
+    return {"key": metric, "title": title, "unit": unit, "format": form, "marks": [], "lines": lines}
 
 
-def _line(run: RunFolder, metric: str, label: str, tone: int, style: str, limit: int) -> dict[str, Any]:
+def _lines(run: RunFolder, metric: str, label: str, tone: int, style: str, limit: int) -> list[dict[str, Any]]:
+    """The curve as it was logged, and over a long one, drawn faint, the means of its stretches; none without values."""
     column = run.columns.get(metric, {})
     steps, values = list(column), list(column.values())
-    kept = thin(values, limit)
+    if len(values) < 2 * TREND:
+        kept = thin(values, limit)
+        return [_line(run, label, tone, style, kept, steps, values)] if values else []
+    stretches = list(_stretches(len(values), TREND))
+    means = [fmean(values[each.start : each.stop]) for each in stretches]
+    middles = [steps[(each.start + each.stop) // 2] for each in stretches]
+    trend = f"{label}, mean of {len(values) // TREND} values"
+    return [
+        _line(run, label, tone, "faint", thin(values, limit), steps, values),
+        _line(run, trend, tone, "solid" if style == "thin" else style, range(TREND), middles, means),
+    ]
+
+
+def _line(
+    run: RunFolder, label: str, tone: int, style: str, kept: Sequence[int], steps: list[int], values: list[float]
+) -> dict[str, Any]:
     times = run.columns.get("time", {})
     start = next(iter(times.values()), 0.0)
     return {

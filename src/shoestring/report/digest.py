@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
+from typing import Any
 
 from shoestring.report.folder import RunFolder, number, table, tables
 
@@ -41,8 +42,8 @@ def results(run: RunFolder) -> dict[str, float]:
     """Final figures by their readable name, in the order a reader wants them; what is unknown is left out."""
     bits = table(run.summary, "bits_per_byte")
     found = {
-        "held-out bits per byte": _finite(bits.get("held out"), _last(run, "held_out_bits_per_byte")),
-        "training bits per byte": _finite(bits.get("training"), _last(run, "bits_per_byte")),
+        "held-out bits per byte": _given(bits, "held out", _last(run, "held_out_bits_per_byte")),
+        "training bits per byte": _given(bits, "training", _last(run, "bits_per_byte")),
         "held-out loss (nats per token)": _last(run, "held_out_loss"),
         "training loss (nats per token)": _last(run, "loss"),
         "tokens per second (median)": _reduced(run, "tokens_per_second", median),
@@ -50,7 +51,7 @@ def results(run: RunFolder) -> dict[str, float]:
         "MFU (median)": _reduced(run, "mfu", median),
         "memory at peak (GiB)": _peak_memory(run),
         "steps": float(last_step(run)) or None,
-        "tokens": _finite(run.summary.get("tokens"), _last(run, "tokens")),
+        "tokens": _given(run.summary, "tokens", _last(run, "tokens")),
         "seconds": seconds(run),
         "parameters": _finite(run.summary.get("parameters")),
     }
@@ -88,9 +89,14 @@ def _join(labels: list[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
 
 
-def _finite(*candidates: object) -> float | None:
-    figures = (number(candidate) for candidate in candidates)
-    return next((figure for figure in figures if figure is not None and math.isfinite(figure)), None)
+def _finite(value: object) -> float | None:
+    figure = number(value)
+    return figure if figure is not None and math.isfinite(figure) else None
+
+
+def _given(document: dict[str, Any], key: str, otherwise: float | None) -> float | None:
+    figure = _finite(document.get(key))
+    return otherwise if figure is None else figure
 
 
 def _last(run: RunFolder, key: str) -> float | None:

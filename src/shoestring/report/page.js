@@ -19,7 +19,7 @@ function count(value) {
 function plain(value) {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
@@ -37,7 +37,6 @@ const X_TICKS = { ...X_FORMATS, step: (value) => (value < 10000 ? value.toLocale
 function show(value, format) {
   return typeof value === "number" ? FORMATS[format](value) : value;
 }
-
 // ---- elements ------------------------------------------------------------------------------------------------
 
 function html(name, attributes = {}, ...children) {
@@ -53,7 +52,6 @@ function fill(element, attributes, children) {
   element.append(...children); // strings become text nodes
   return element;
 }
-
 // ---- scales --------------------------------------------------------------------------------------------------
 
 function linearTicks(low, high, wanted) {
@@ -95,7 +93,6 @@ function widened([low, high], share) {
   const room = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * share;
   return [low - room, high + room];
 }
-
 // ---- a chart -------------------------------------------------------------------------------------------------
 
 class Chart {
@@ -125,7 +122,7 @@ class Chart {
     const dot = line.style === "dots" ? [svg("circle", { class: `t${line.tone}`, cx: 13, cy: 6, r: 3 })] : [];
     const swatch = svg("svg", { viewBox: "0 0 26 12", "aria-hidden": "true" }, stroke, ...dot);
     const drawn = line.value.length;
-    const note = drawn < line.logged ? ` (${count(drawn)} of ${count(line.logged)} points: the extremes of each stretch)` : "";
+    const note = drawn < line.logged ? ` (${count(drawn)} of ${count(line.logged)} points: the extremes)` : "";
     return html("span", { class: "key" }, swatch, html("span", {}, line.label + note));
   }
 
@@ -170,7 +167,8 @@ class Chart {
     const frame = this.frame = this.scale();
     this.svg.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
     this.cross = svg("g");
-    this.svg.replaceChildren(this.axes(frame), this.marks(frame), ...this.series.map((points, k) => this.curve(points, this.spec.lines[k])), this.failures(frame), this.cross);
+    const curves = this.series.map((points, k) => this.curve(points, this.spec.lines[k]));
+    this.svg.replaceChildren(this.axes(frame), ...curves, this.marks(frame), this.failures(frame), this.cross);
     const points = this.series.reduce((sum, each) => sum + each.length, 0);
     this.svg.setAttribute("aria-label", `${this.spec.title}${this.unit}, by ${X_NAMES[view.x]}: ${points} points of ${this.spec.lines.map((line) => line.label).join(", ")}. Arrow keys move along the curve.`);
     this.svg.setAttribute("aria-valuemin", 0);
@@ -199,7 +197,7 @@ class Chart {
     for (const mark of seen) {
       const y = this.y(mark.value);
       last = Math.max(y - 4, last + 13);
-      group.append(svg("path", { class: "mark", d: `M${frame.left} ${y}H${frame.right}` }));
+      group.prepend(svg("path", { class: "mark", d: `M${frame.left} ${y}H${frame.right}` }));
       group.append(svg("text", { class: "halo", x: frame.right, y: last, "text-anchor": "end" }, `${mark.label} ${plain(mark.value)}`));
     }
     return group;
@@ -290,7 +288,6 @@ class Chart {
     this.tip.style.top = `${this.svg.offsetTop + 8}px`;
   }
 }
-
 // ---- controls ------------------------------------------------------------------------------------------------
 
 function choice(title, key, options) {

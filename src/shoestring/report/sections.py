@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shoestring.report import digest, figures
 from shoestring.report.folder import RunFolder, flat, number, table, tables
-from shoestring.report.markup import Markup, join, tag
+from shoestring.report.markup import Markup, tag
 from shoestring.report.markup import table as grid
 
 _SHOWN_RANKS = 8  # more than this and the table of what ran where shows the least and the most instead of each
@@ -108,27 +108,33 @@ def where(run: RunFolder) -> Markup:
             spans.setdefault((str(total.get("kind", "")), str(total.get("name", ""))), {})[position] = total
     if not spans:
         return Markup()
-    ranks = [
-        f"rank {trace.get('rank', '?')}" + (f" · {trace['host']}" if trace.get("host") else "") for trace in run.traces
-    ]
+    ranks = [_rank(trace) for trace in run.traces]
     each = len(ranks) <= _SHOWN_RANKS
     length = digest.seconds(run) or 0.0
     order = sorted(spans.items(), key=lambda item: -_mean(item[1].values(), "seconds", len(ranks)))
     rows = [_span(name, kind, by_rank, len(ranks), each, length) for (kind, name), by_rank in order]
-    columns = [] if len(ranks) == 1 else [f"{rank}, s" for rank in ranks] if each else ["least, s", "most, s"]
-    head = ["Name", "Kind", "Share of the run", "Count", "Seconds", "Bytes", *columns]
-    caption = "Counts, seconds and bytes are means over the ranks. Spans can lie inside one another, so shares may add up to more than the whole."
+    columns = [] if len(ranks) == 1 else ranks if each else ["least", "most"]
+    head = ["Name", "Kind", "Share of the run", "Count", "Bytes", "Seconds", *columns]
+    caption = (
+        "Counts, bytes and seconds are means over the ranks; the columns after them are the seconds of each. "
+        "Spans can lie inside one another, so shares may add up to more than the whole."
+    )
     return _section("What ran where", grid(caption, head, rows, figures=3))
+
+
+def _rank(trace: dict[str, Any]) -> str:
+    host = f" on {trace['host']}" if trace.get("host") else ""
+    return f"rank {trace.get('rank', '?')}{host}"
 
 
 def _span(name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, each: bool, length: float) -> list[str]:
     spent = [number(by_rank.get(rank, {}).get("seconds")) or 0.0 for rank in range(ranks)]
     mean = sum(spent) / ranks
     share = mean / length if length > 0 else 0.0
-    meter = join([bar(share, kind), figures.percent(share)]) if length > 0 else "unknown"
+    meter = tag("div", bar(share, kind), figures.percent(share), class_="share") if length > 0 else "unknown"
     nbytes = _mean(by_rank.values(), "bytes", ranks)
-    cells = [name, kind, meter, figures.count(_mean(by_rank.values(), "count", ranks)), _seconds(mean)]
-    cells.append(figures.size(nbytes) if nbytes else "–")
+    times = figures.count(_mean(by_rank.values(), "count", ranks))
+    cells = [name, kind, meter, times, figures.size(nbytes) if nbytes else "–", _seconds(mean)]
     if ranks == 1:
         return cells
     return cells + [_seconds(value) for value in (spent if each else (min(spent), max(spent)))]
@@ -222,7 +228,7 @@ def _section(title: str, *children: str) -> Markup:
     return tag("section", tag("h2", title), *children)
 
 
-def _optional(value: float | None, show: Any) -> str:  # noqa: ANN401 (any formatter of a float)
+def _optional(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
 
 
