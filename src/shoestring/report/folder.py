@@ -117,7 +117,12 @@ def _columns(path: Path, problems: list[str]) -> Columns:
             skipped += not _add(columns, line)
     if skipped:
         problems.append(f"metrics.jsonl: {skipped} unreadable line{'s' * (skipped > 1)} left out")
-    return {key: dict(sorted(column.items())) for key, column in sorted(columns.items())}
+    return {key: _ordered(column) for key, column in sorted(columns.items())}
+
+
+def _ordered(column: dict[int, float]) -> dict[int, float]:
+    steps = list(column)
+    return column if steps == sorted(steps) else dict(sorted(column.items()))
 
 
 def _add(columns: Columns, line: str) -> bool:
@@ -130,6 +135,7 @@ def _add(columns: Columns, line: str) -> bool:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False
     for key, value in row.items():
-        if (figure := number(value)) is not None:
+        figure = value if type(value) is float else number(value)
+        if figure is not None:
             columns.setdefault(key, {})[step] = figure
     return True

@@ -66,9 +66,7 @@ function clockTicks(low, high, wanted) {
   const nice = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
   const step = nice.find((size) => (high - low) / size <= wanted);
   if (!step || high - low < 4) return linearTicks(low, high, wanted);
-  const ticks = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) ticks.push(tick);
-  return ticks;
+  return Array.from({ length: Math.floor((high - low) / step) + 1 }, (_, k) => Math.ceil(low / step + k) * step).filter((tick) => tick <= high);
 }
 
 function logTicks(low, high, wanted) {
@@ -77,7 +75,7 @@ function logTicks(low, high, wanted) {
     for (const digit of [1, 2, 5]) ticks.push(Number(`${digit}e${power}`));
   }
   const inside = ticks.filter((tick) => tick >= low && tick <= high);
-  if (inside.length < 3) return linearTicks(low, high, wanted).filter((tick) => tick > 0);
+  if (inside.length < 3) return linearTicks(low, high, 2 * wanted).filter((tick) => tick > 0);
   const decades = inside.filter((tick) => /^1e/.test(tick.toExponential()));
   return inside.length > 2 * wanted && decades.length > 1 ? decades : inside;
 }
@@ -104,8 +102,9 @@ class Chart {
     this.svg = svg("svg", { tabindex: 0, role: "slider", "aria-orientation": "horizontal" });
     this.tip = html("div", { class: "tip", hidden: "" });
     const title = html("span", {}, html("b", {}, spec.title), this.unit);
-    const keys = large || spec.lines.length > 1 ? spec.lines.map((line) => this.key(line)) : [];
-    this.figure = html("figure", { class: "chart" }, html("figcaption", {}, title, ...keys), this.svg, this.tip);
+    const several = new Set(spec.lines.map((line) => line.tone)).size > 1;
+    const named = spec.lines.filter((line) => large || (several && line.style !== "faint"));
+    this.figure = html("figure", { class: "chart" }, html("figcaption", {}, title, ...named.map((line) => this.key(line))), this.svg, this.tip);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerdown", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => this.mark(null));
@@ -126,14 +125,15 @@ class Chart {
     return html("span", { class: "key" }, swatch, html("span", {}, line.label + note));
   }
 
-  // the points of each line that have a place on both axes, by x; those whose value is no number go to `broken`
+  // The points of each line that have a place on both axes, by x; those whose value is no number go to `broken`
   measure() {
     this.broken = [];
+    this.log = view.log && this.large;
     this.series = this.spec.lines.map((line) => {
       const points = [];
       line[view.x].forEach((x, index) => {
         if (x === null) return;
-        const value = line.value[index], y = typeof value === "number" && !(view.log && value <= 0) ? value : null;
+        const value = line.value[index], y = typeof value === "number" && !(this.log && value <= 0) ? value : null;
         points.push({ x, y, value, step: line.step[index] });
         if (typeof value !== "number") this.broken.push({ x, value });
       });
@@ -147,14 +147,14 @@ class Chart {
     const frame = { left: 50, right: width - 12, top: 12, bottom: height - 22, width, height };
     const [x0, x1] = widened(extent(this.series.flat().map((point) => point.x)), 0);
     const ys = this.series.flat().filter((point) => point.y !== null).map((point) => point.y);
-    const bend = view.log ? Math.log10 : (value) => value;
+    const bend = this.log ? Math.log10 : (value) => value;
     let [y0, y1] = widened(extent(ys.map(bend)), 0.06);
-    if (!view.log && this.spec.format === "percent" && y0 < 0) y0 = Math.min(0, ...ys);
+    if (!this.log && this.spec.format === "percent" && y0 < 0) y0 = Math.min(0, ...ys);
     this.x = (value) => frame.left + ((value - x0) / (x1 - x0)) * (frame.right - frame.left);
     this.y = (value) => frame.bottom - ((bend(value) - y0) / (y1 - y0)) * (frame.bottom - frame.top);
-    const [low, high] = view.log ? [10 ** y0, 10 ** y1] : [y0, y1];
+    const [low, high] = this.log ? [10 ** y0, 10 ** y1] : [y0, y1];
     const wanted = this.large ? 6 : 3;
-    this.yTicks = (view.log ? logTicks : linearTicks)(low, high, wanted);
+    this.yTicks = (this.log ? logTicks : linearTicks)(low, high, wanted);
     const across = Math.floor(width / (this.large ? 110 : 95));
     this.xTicks = (view.x === "seconds" ? clockTicks : linearTicks)(x0, x1, across).filter((tick) => view.x !== "step" || Number.isInteger(tick));
     this.visible = (value) => value >= low && value <= high;
@@ -237,7 +237,7 @@ class Chart {
     this.mark(this.nearest(this.densest, (point) => this.x(point.x) - x));
   }
 
-  // index of the point whose signed distance is least; distances ascend along the line
+  // Index of the point whose signed distance is least; distances ascend along the line
   nearest(points, distance) {
     let low = 0, high = points.length - 1;
     while (low < high) {
@@ -257,7 +257,7 @@ class Chart {
     this.mark(Math.min(Math.max(moved, 0), last));
   }
 
-  // crosshair on one point of the densest line; of every other line the nearest point, with its own step
+  // Crosshair on one point of the densest line; of every other line the nearest point, with its own step
   mark(at) {
     this.at = at;
     this.cross.replaceChildren();
@@ -285,7 +285,7 @@ class Chart {
     const share = this.figure.clientWidth / this.frame.width, room = this.figure.clientWidth - this.tip.offsetWidth;
     const left = x * share + 12, beside = left > room ? x * share - 12 - this.tip.offsetWidth : left;
     this.tip.style.left = `${Math.max(0, Math.min(beside, room))}px`;
-    this.tip.style.top = `${this.svg.offsetTop + 8}px`;
+    this.tip.style.top = `${this.svg.getBoundingClientRect().top - this.figure.getBoundingClientRect().top + 8}px`;
   }
 }
 // ---- controls ------------------------------------------------------------------------------------------------

@@ -115,11 +115,11 @@ def where(run: RunFolder) -> Markup:
     rows = [_span(name, kind, by_rank, len(ranks), each, length) for (kind, name), by_rank in order]
     columns = [] if len(ranks) == 1 else ranks if each else ["least", "most"]
     head = ["Name", "Kind", "Share of the run", "Count", "Bytes", "Seconds", *columns]
-    caption = (
+    note = (
         "Counts, bytes and seconds are means over the ranks; the columns after them are the seconds of each. "
         "Spans can lie inside one another, so shares may add up to more than the whole."
     )
-    return _section("What ran where", grid(caption, head, rows, figures=3))
+    return _section("What ran where", tag("p", note, class_="quiet"), grid("Longest first", head, rows, figures=3))
 
 
 def _rank(trace: dict[str, Any]) -> str:

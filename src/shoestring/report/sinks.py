@@ -1,0 +1,108 @@
+"""Where metrics go besides the console: a file of JSON lines, TensorBoard.
+
+A sink has `write(step, values)` and `close()`; those that outlive a process also have `truncate_after(step)`,
+which a resumed run calls so that steps it will repeat are not there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoestring.core.errors import ShoestringError
+
+
+class JsonLines:
+    """Appends one JSON object a line to `path`: step, time (unix seconds) and the values; each is flushed.
+
+    A last line that a crash cut short is ended first, so that it cannot swallow the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._file = self._open()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of `step`; a `time` among them replaces the present time."""
+        row = {"step": step, "time": time.time()} | {key: float(value) for key, value in values.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of steps later than `step`, and lines that are no rows; whole or not at all."""
+        self._file.close()
+        temporary = self.path.with_name(f".{self.path.name}.part")
+        try:
+            with (
+                self.path.open(encoding="utf-8", errors="replace") as old,
+                temporary.open("w", encoding="utf-8") as new,
+            ):
+                new.writelines(line for line in old if _step(line) <= step)
+                new.flush()
+                os.fsync(new.fileno())
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            self._file = self._open()
+
+    def close(self) -> None:
+        """Close the file; writing after this is an error."""
+        self._file.close()
+
+    def _open(self) -> Any:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+b")
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.close()
+        return self.path.open("a", encoding="utf-8", newline="\n")
+
+
+class TensorBoard:
+    """Writes every value as a scalar into TensorBoard event files under `folder`.
+
+    Raises:
+        ShoestringError: the extra `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._writer = _summary_writer(self.folder, None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar for each of the values."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, float(value), step)
+
+    def truncate_after(self, step: int) -> None:
+        """Begin a new event file that makes TensorBoard hide what earlier ones hold of later steps."""
+        self._writer.close()
+        self._writer = _summary_writer(self.folder, step + 1)
+
+    def close(self) -> None:
+        """Write what is buffered and close the file."""
+        self._writer.close()
+
+
+def _summary_writer(folder: Path, purge_step: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ShoestringError(
+            f"TensorBoard is not installed ({error})", hint='pip install "shoestring[tensorboard]"'
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)
+
+
+def _step(line: str) -> float:
+    """The line's step; infinity for a line that is no row."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return float("inf")
