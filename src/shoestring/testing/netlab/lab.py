@@ -1,0 +1,253 @@
+"""The lab: hosts, their cables, and what may happen to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoestring.core.errors import ConfigError, WorldError
+from shoestring.testing.netlab import hosts as host_module
+from shoestring.testing.netlab import jobs, links, records
+from shoestring.testing.netlab.hosts import Host, HostSpec
+from shoestring.testing.netlab.jobs import Job
+from shoestring.testing.netlab.machine import HINT, Identity, netlab_available
+
+
+class Lab:
+    """Running hosts, numbered; made by `netlab`. Not for use from several threads at once."""
+
+    def __init__(self, folder: Path, switch: int, spec: HostSpec, rate: str | None, logs: Path) -> None:
+        self.logs = logs
+        self._folder, self._switch, self._spec, self._rate = folder, switch, spec, rate
+        self._hosts: dict[int, Host] = {}
+        self._jobs: list[Job] = []
+        self._record = replace(records.Record.mine(), switch=Identity.of(switch))
+        self._record.write(folder)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The numbers of the hosts there are now; host 3 is called `host3`."""
+        return tuple(self._hosts)
+
+    def add(self, host: int) -> None:
+        """Bring a fresh host, with empty memory and disk, at the lab's rate.
+
+        Raises:
+            WorldError: there is one with that number.
+        """
+        if host in self._hosts:
+            raise WorldError(f"netlab: there is a host{host} already")
+        if not 0 <= host < links.MOST_HOSTS:
+            raise ConfigError(f"netlab: host {host} is not in 0 … {links.MOST_HOSTS - 1}")
+        fresh = Host.start(host, self._spec, switch=self._switch, folder=self._folder, logs=self.logs)
+        self._hosts[host] = fresh
+        links.plug(self._switch, host, fresh.init.pid)
+        if self._rate is not None:
+            self.rate(host, self._rate)
+        self._save()
+
+    def remove(self, host: int) -> None:
+        """Lose a host as when its power goes: its peers get no farewell, its processes, memory and disk are gone."""
+        gone = self._host(host)
+        links.unplug(self._switch, host)  # first, or the dying processes' sockets would say goodbye
+        gone.stop()
+        del self._hosts[host]
+        self._save()
+
+    def rate(self, host: int, rate: str | None, *, down: str | None = None) -> None:
+        """Shape a host's link: `rate` ("10mbit") for what it sends, `down` (else the same) for what it receives.
+
+        None takes the limit away.
+        """
+        for text in (rate, down):
+            if text is not None:
+                links.bits_per_second(text)
+        links.shape(self._host(host).init.pid, "eth0", rate)
+        links.shape(self._switch, f"h{host}", down or rate)
+
+    def cut(self, host: int) -> None:
+        """Pull a host's cable; it runs on alone."""
+        self._host(host)
+        links.cut(self._switch, host)
+
+    def mend(self, host: int) -> None:
+        """Put a host's cable back."""
+        self._host(host)
+        links.mend(self._switch, host)
+
+    def bytes(self, host: int) -> links.Traffic:
+        """The bytes that a host has received and sent since it came, each frame with its Ethernet header."""
+        return links.counters(self._host(host).init.pid)
+
+    def fill(self, host: int, *, free: int = 0) -> None:
+        """Fill a host's disk up to `free` bytes; it costs no memory, as the disk is made smaller."""
+        self._host(host).fill(free)
+
+    def unfill(self, host: int) -> None:
+        """Give a filled disk its size back."""
+        self._host(host).unfill()
+
+    def path(self, host: int, path: str | Path) -> Path:
+        """Where a file of a host's (`DISK / "x"`, `/dev/shm/x`) is seen from outside, while the host lives."""
+        return self._host(host).path(path)
+
+    def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
+        """Signal the worker with a global rank, wherever it runs.
+
+        Raises:
+            WorldError: no worker has that rank now, or more than one.
+        """
+        jobs.of_rank(self._hosts, rank).kill(sig)
+
+    def start(
+        self, command: Sequence[str], *, hosts: Sequence[int] | None = None, env: Mapping[str, str] | None = None
+    ) -> Job:
+        """Start a command on the hosts named (on all by default), in this process's folder; `env` is added to its own."""
+        words = list(command)
+        return self._start(lambda _: words, self._name(), hosts, env)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        hosts: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> dict[int, str]:
+        """Run a command on the hosts named (all) and wait: what it printed, by host.
+
+        Raises:
+            WorldError: it failed on one, or took more than `timeout` seconds and was killed.
+        """
+        job = self.start(command, hosts=hosts, env=env)
+        try:
+            job.check(timeout)
+        finally:
+            job.kill()
+        return {host: job.output(host) for host in job.codes()}
+
+    def torchrun(
+        self,
+        script: Sequence[str],
+        *,
+        nproc: int = 1,
+        max_restarts: int = 0,
+        nnodes: str | None = None,
+        hosts: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Job:
+        """Start torchrun with the same arguments on each host, rendezvous on the first.
+
+        Args:
+            script: the script with its arguments, or `["-m", "package.module", …]`.
+            nproc: workers a host.
+            max_restarts: how often torchrun may start the workers again.
+            nnodes: "2:4" lets the job go on with fewer hosts; None: all that are named.
+            hosts: the hosts to use; None: all.
+            env: added to this process's environment.
+        """
+        members, name = self.hosts if hosts is None else tuple(hosts), self._name()
+        command = jobs.torchrun(
+            name,
+            python=sys.executable,
+            nnodes=nnodes or str(len(members)),
+            endpoint=f"host{members[0]}:{29400 + len(self._jobs)}",  # two jobs at once must not meet
+            nproc=nproc,
+            restarts=max_restarts,
+        )
+        settled = {"PYTHONUNBUFFERED": "1", **(env or {})}  # what a killed worker printed is in its file
+        return self._start(lambda host: [*command(host), *script], name, members, settled)
+
+    def _name(self) -> str:
+        return f"job{len(self._jobs)}"
+
+    def _start(self, command, name: str, hosts: Sequence[int] | None, env: Mapping[str, str] | None) -> Job:
+        folder = self.logs / name
+        folder.mkdir(parents=True)
+        job = Job(self._host, command, {**os.environ, **(env or {})}, folder)
+        self._jobs.append(job)
+        for host in self.hosts if hosts is None else hosts:
+            job.join(host)
+        return job
+
+    def _host(self, host: int) -> Host:
+        if host not in self._hosts:
+            there = ", ".join(f"host{number}" for number in self._hosts) or "none"
+            raise WorldError(f"netlab: there is no host{host}", hint=f"there are: {there}")
+        return self._hosts[host]
+
+    def _save(self) -> None:
+        self._record = replace(self._record, hosts={number: host.init for number, host in self._hosts.items()})
+        self._record.write(self._folder)
+
+    def close(self) -> None:
+        """End all processes on all hosts; nothing of the lab is left but its logs."""
+        Identity.kill(self._record.switch) if self._record.switch else None
+        for host in self._hosts.values():
+            host.waiter.wait()
+        for job in self._jobs:
+            job.kill()
+        self._hosts.clear()
+
+
+@contextlib.contextmanager
+def netlab(
+    hosts: int = 2,
+    *,
+    rate: str | None = None,
+    shm: str = "1g",
+    disk: str = "1g",
+    shared: Path | None = None,
+    logs: Path | None = None,
+) -> Iterator[Lab]:
+    """Start a lab, and end it with everything in it when the block is left, however it is left.
+
+    First clears away what labs have left whose owners were killed, and nobody else's.
+
+    Args:
+        hosts: how many; they are called `host0`, `host1`, …
+        rate: of each link, each way, as tc writes it ("100mbit"); None: as fast as the machine is.
+        shm: the size of each host's `/dev/shm`.
+        disk: the size of each host's scratch disk.
+        shared: a folder of the machine that all hosts see as `SHARED`, as over NFS.
+        logs: an empty folder for the output of jobs; None: one that goes with the lab.
+
+    There is no delay beyond the machine's own: that needs the kernel's netem, which many lack.
+
+    Raises:
+        WorldError: the machine lacks root, namespaces or a tool; the message says which.
+        ConfigError: a rate, size or folder is not one.
+    """
+    spec = HostSpec(shm=shm, disk=disk, shared=shared)
+    if not 1 <= hosts <= links.MOST_HOSTS:
+        raise ConfigError(f"netlab: hosts={hosts} is not in 1 … {links.MOST_HOSTS}")
+    if rate is not None:
+        links.bits_per_second(rate)
+    if reason := netlab_available():
+        raise WorldError(reason, hint=HINT)
+    records.sweep()
+    with contextlib.ExitStack() as stack:
+        folder = records.create()
+        stack.callback(records.discard, folder)
+        lab = _open(stack, folder, spec, rate, logs or folder / "logs")
+        for host in range(hosts):
+            lab.add(host)
+        yield lab
+
+
+def _open(stack: contextlib.ExitStack, folder: Path, spec: HostSpec, rate: str | None, logs: Path) -> Lab:
+    (folder / "tree").mkdir()
+    (folder / "names").write_text(links.names())
+    logs.mkdir(parents=True, exist_ok=True)
+    waiter, switch = host_module.start_switch()
+    stack.callback(waiter.wait)
+    stack.callback(Identity.of(switch).kill)
+    lab = Lab(folder, switch, spec, rate, logs.resolve())
+    stack.callback(lab.close)
+    links.build_bridge(switch)
+    return lab
