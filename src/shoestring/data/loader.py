@@ -1,0 +1,228 @@
+"""Batches in an order that is a function of the seed alone, and a position that is one integer.
+
+The order of epoch e is the sort of splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), so no library
+version changes it. Global sample g is number g mod N of epoch g div N: a batch may reach into the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from shoestring.core.errors import ConfigError, DataError
+
+Batch = dict[str, Tensor]
+_WORD = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Samples(Protocol):
+    """A map-style data set: samples are dicts of tensors; `__getitems__` and `fingerprint` are used where present."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Tensor]: ...
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64, of uint64 of any shape."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The samples 0 to `samples` - 1 in the order of `epoch`; int64 (samples,)."""
+    stream = np.array([seed & _WORD], np.uint64)
+    for word in (epoch & _WORD, _GOLDEN):
+        stream = _mix(stream ^ np.uint64(word)) + np.uint64(_GOLDEN)
+    keys = _mix(stream + np.arange(1, samples + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return np.argsort(keys, kind="stable")
+
+
+class _Identified(Dataset[Any]):
+    """A data set whose fetched batches also hold the ids of their samples."""
+
+    def __init__(self, dataset: Samples) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, ids: Sequence[int]) -> tuple[Sequence[int], Sequence[Mapping[str, Tensor]]]:
+        fetch: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None
+        fetch = getattr(self.dataset, "__getitems__", None)  # torch's own optional protocol
+        return ids, fetch(ids) if fetch else [self.dataset[index] for index in ids]
+
+
+def _collate(fetched: tuple[Sequence[int], Sequence[Mapping[str, Tensor]]]) -> Batch:
+    ids, samples = fetched
+    return {**default_collate(list(samples)), "ids": torch.tensor(ids, dtype=torch.int64)}
+
+
+class Loader:
+    """The micro-batches of each optimizer step, epoch after epoch without end.
+
+    The global batch of `batch` samples is cut into `accumulate` micro-batches and each of these into `size` parts, in
+    order: the ranks together get exactly the global batch, whatever their number. A part is a dict of the samples'
+    tensors, stacked to (batch / (size · accumulate), ...), and "ids", the int64 numbers of the samples.
+
+    The position is `consumed`, the samples handed to the training loops of all ranks. A step counts when the loop
+    takes it: what worker processes have fetched ahead does not. Loading a state while iterating moves the iteration.
+    One iteration at a time; `close` ends the workers.
+
+    Args:
+        dataset: any map-style data set of dicts of tensors.
+        batch: samples of an optimizer step, over all ranks.
+        rank: this process.
+        size: processes that share the batch.
+        accumulate: micro-batches of a step.
+        seed: of the order.
+        workers: processes that fetch ahead; 0 fetches in this one.
+        context: how workers start, `fork`, `forkserver` or `spawn`; the platform's way unless given.
+
+    Raises:
+        ConfigError: `batch` does not divide, or a count is out of range.
+        DataError: the data set is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        batch: int,
+        rank: int = 0,
+        size: int = 1,
+        accumulate: int = 1,
+        seed: int = 0,
+        workers: int = 0,
+        context: str | None = None,
+    ) -> None:
+        _check(batch, rank, size, accumulate)
+        self.samples = len(dataset)
+        if self.samples == 0:
+            raise DataError("the data set has no samples", hint="use more text or a smaller data.sequence")
+        self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate
+        self.seed, self.workers, self.context = seed, workers, context
+        self.consumed = 0
+        """Samples handed out so far, over all ranks."""
+        self._jumps = 0
+        self._order: tuple[int, int, np.ndarray] | None = None
+        self._fetcher: DataLoader[Batch] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next sample, from 0."""
+        return self.consumed // self.samples
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """The samples at the global positions from `start` on, in order; int64 (count,)."""
+        position = np.arange(start, start + count)
+        epochs = position // self.samples
+        order = [self._epoch_order(int(epoch))[position[epochs == epoch] % self.samples] for epoch in np.unique(epochs)]
+        return np.concatenate(order)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[:2] != (self.seed, epoch):
+            self._order = self.seed, epoch, permutation(self.seed, epoch, self.samples)
+        return self._order[2]
+
+    def _micro_batches(self) -> Iterator[list[int]]:
+        """This rank's part of every micro-batch from the present position on, without end."""
+        start = self.consumed
+        while True:
+            ids = self.ids(start, self.batch).reshape(self.accumulate, self.size, -1)
+            yield from ids[:, self.rank].tolist()
+            start += self.batch
+
+    def _fetched(self) -> Iterator[Batch]:
+        if self._fetcher is None:
+            self._fetcher = DataLoader(
+                _Identified(self.dataset),
+                batch_sampler=_Endless(self._micro_batches),
+                collate_fn=_collate,
+                num_workers=self.workers,
+                persistent_workers=self.workers > 0,
+                multiprocessing_context=self.context if self.workers else None,
+            )
+        return iter(self._fetcher)
+
+    def __iter__(self) -> Iterator[tuple[Batch, ...]]:
+        while True:
+            jumps, fetched = self._jumps, self._fetched()
+            while True:
+                step = tuple(next(fetched) for _ in range(self.accumulate))
+                if jumps != self._jumps:
+                    break
+                self.consumed += self.batch
+                yield step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in; equal on every rank."""
+        return {
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "samples": self.samples,
+            "fingerprint": _fingerprint(self.dataset),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in its order; the ranks and the batch may be others.
+
+        Raises:
+            DataError: it was taken on another data set.
+        """
+        there = state_dict["samples"], state_dict["fingerprint"]
+        if there != (self.samples, _fingerprint(self.dataset)):
+            raise DataError(
+                f"the position is one in another data set, of {there[0]} samples; this one has {self.samples}",
+                hint="resume with the same data and [data] settings, or start a new run",
+            )
+        self.consumed, self.seed = int(state_dict["consumed"]), int(state_dict["seed"])
+        self._jumps += 1
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fetcher = None
+
+
+class _Endless:
+    """A batch sampler that starts anew, from the loader's position, whenever it is iterated."""
+
+    def __init__(self, batches: Callable[[], Iterator[list[int]]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.batches()
+
+
+def sweep(dataset: Samples, *, batch: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+    """Every sample once, in order, for evaluation: each rank its own contiguous share, at most `batch` at a time.
+
+    The last part of a share may be smaller, and a share empty.
+    """
+    _check(batch, rank, 1 if size < 1 else size, 1, whole=False)
+    samples, identified = len(dataset), _Identified(dataset)
+    start, stop = rank * samples // size, (rank + 1) * samples // size
+    for first in range(start, stop, batch):
+        yield _collate(identified.__getitems__(range(first, min(first + batch, stop))))
+
+
+def _fingerprint(dataset: Samples) -> str:
+    return str(getattr(dataset, "fingerprint", ""))
+
+
+def _check(batch: int, rank: int, size: int, accumulate: int, *, whole: bool = True) -> None:
+    if batch < 1 or size < 1 or accumulate < 1 or not 0 <= rank < size:
+        raise ConfigError(
+            f"a batch of {batch} in {accumulate} micro-batches for rank {rank} of {size}",
+            hint="all are at least 1, and the rank is below the number of ranks",
+        )
+    parts = size * accumulate
+    if whole and batch % parts:
+        near = max(1, round(batch / parts)) * parts
+        raise ConfigError(
+            f"a batch of {batch} does not divide by {size} ranks × {accumulate} micro-batches",
+            hint=f"the nearest batch that does is {near}",
+        )

@@ -1,0 +1,159 @@
+"""Byte-level tokenizers: text to token ids and back, exactly.
+
+The engine is Hugging Face `tokenizers`, and `tokenizer.json` is the only format: a BPE trained here, plain bytes, or
+somebody else's. Byte-level BPE follows GPT-2 (Radford et al., 2019): text is split by a regular expression, each byte
+stands for one printable character, and the most frequent pairs are merged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.data import BYTES
+
+END = "<|endoftext|>"
+"""The token before every document."""
+_ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+_PROBE = " Ab\t c\r\n\n  d  é ß 漢字 🙂 <|endoftext|> don't 0123 \u200b~"
+
+
+class Tokenizer:
+    """Token ids of a text and back.
+
+    A text that spells the end-of-text token is encoded as ordinary characters: text can never end a document.
+
+    Raises:
+        DataError: the tokenizer has no end-of-text token, or loses text (bits per byte would be wrong).
+    """
+
+    def __init__(self, engine: tokenizers.Tokenizer, origin: str = "the tokenizer") -> None:
+        engine.encode_special_tokens = True
+        engine.no_padding()
+        engine.no_truncation()
+        self.engine = engine
+        self.vocab_size: int = engine.get_vocab_size()
+        ends = [token for token in _ENDS if engine.token_to_id(token) is not None]
+        if not ends:
+            raise DataError(f"{origin} has no end-of-text token", hint=f"add one of {', '.join(_ENDS)}")
+        self.end: int = engine.token_to_id(ends[0])
+        if (back := self.decode(self.encode(_PROBE))) != _PROBE:
+            raise DataError(
+                f"{origin} loses text: {_PROBE!r} comes back as {back!r}", hint="use a byte-level tokenizer"
+            )
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the tokenizer's file, in a canonical form."""
+        table = json.loads(self.engine.to_str())
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with no special token added."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, int64 (n,); releases the GIL, so threads run side by side."""
+        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, end-of-text tokens left out; ids that are no valid UTF-8 give replacement characters."""
+        return self.engine.decode([i for i in ids if i != self.end], skip_special_tokens=False)
+
+    def decode_documents(self, ids: np.ndarray) -> list[str]:
+        """Texts of the documents in `ids`, (n,), each preceded by the end-of-text token."""
+        pieces = np.split(ids, np.flatnonzero(ids == self.end))
+        documents = [piece[1:] if len(piece) and piece[0] == self.end else piece for piece in pieces]
+        kept = [document.tolist() for document in documents if len(document)]
+        with single_threaded():
+            return self.engine.decode_batch(kept, skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json, complete or not at all."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        partial.write_text(self.engine.to_str(pretty=True), encoding="utf-8")
+        partial.replace(path)
+
+
+@contextlib.contextmanager
+def single_threaded() -> Iterator[None]:
+    """Keep the engine from starting its thread pool, which a later fork of this process would not survive.
+
+    The variable is the engine's only switch; without it each forked loader process prints a warning.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocabulary` tokens: end-of-text, 256 bytes and merges; the same texts give the same.
+
+    Raises:
+        ConfigError: `vocabulary` leaves no room for a merge.
+    """
+    if vocabulary < BYTES + 2:
+        raise ConfigError(f"a vocabulary of {vocabulary} tokens", hint=f"give at least {BYTES + 2}")
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with single_threaded():
+        engine.train_from_iterator(texts, trainer)
+    return Tokenizer(engine)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token b is the byte b, and 256 is end-of-text."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    engine = tokenizers.Tokenizer(models.BPE(vocab={**vocabulary, END: BYTES}, merges=[]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([END])
+    return Tokenizer(engine)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte: itself where it prints, else the next one from U+0100 on (GPT-2)."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printing else next(others)) for byte in range(BYTES)]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in the file at `path`.
+
+    Raises:
+        DataError: there is none, or it cannot be used.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"no tokenizer at {path}", hint='data.tokenizer is "bpe", "bytes" or the path of a tokenizer.json'
+        )
+    try:
+        engine = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the engine raises bare `Exception` for whatever is wrong with the file
+        raise DataError(f"{path} is not a tokenizer.json: {error}", hint="save one with `tokenizers`") from error
+    return Tokenizer(engine, str(path))

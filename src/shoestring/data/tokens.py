@@ -1,0 +1,260 @@
+"""Token files, and the data set over one.
+
+A token file is one block of `HEADER_BYTES` bytes (a magic, then JSON padded with spaces) followed by the token ids,
+little-endian uint16 or uint32. Every document is preceded by one end-of-text token, so that each byte of the text is
+a target of some sample: bits per byte of a held-out file are exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shoestring.core.errors import ConfigError, DataError
+
+MAGIC = b"SSTOKENS"
+VERSION = 1
+HEADER_BYTES = 1024
+IGNORED = -100
+"""Target that no loss counts; torch's `ignore_index`."""
+_AGAIN = "delete it and prepare the corpus again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a token file says about itself."""
+
+    tokens: int
+    bytes: int
+    """Length in UTF-8 of the text that the tokens encode, without the end-of-text tokens."""
+    documents: int
+    vocab_size: int
+    fingerprint: str
+    """SHA-256 of the payload as little-endian uint32, so equal tokens give equal fingerprints in either dtype."""
+    tokenizer: str
+    """Hash of the tokenizer that made it."""
+    recipe: str = ""
+    """Hash of the source files and settings it was made from; decides whether it can be used again."""
+    skipped: int = 0
+    duplicates: int = 0
+    dtype: str = "uint16"
+    version: int = VERSION
+
+
+class TokenWriter:
+    """Writes a token file in pieces, under a temporary name until it is complete.
+
+    Leaving the `with` block without `finish` removes the temporary file, also after an exception.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self.path = path
+        self.vocab_size = vocab_size
+        self.tokens = self.bytes = self.documents = 0
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._hash = hashlib.sha256()
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._file = self._partial.open("wb")
+        self._file.write(b" " * HEADER_BYTES)
+
+    def append(self, tokens: np.ndarray, *, size: int, documents: int = 1) -> None:
+        """Add `tokens`, integers of shape (n,), which encode `size` bytes of text in `documents` documents."""
+        self._file.write(tokens.astype(self._dtype).tobytes())
+        self._hash.update(tokens.astype("<u4").tobytes())
+        self.tokens += len(tokens)
+        self.bytes += size
+        self.documents += documents
+
+    def finish(self, *, tokenizer: str, recipe: str, skipped: int = 0, duplicates: int = 0) -> Header:
+        """Write the header, flush to disk and give the file its name."""
+        header = Header(
+            tokens=self.tokens,
+            bytes=self.bytes,
+            documents=self.documents,
+            vocab_size=self.vocab_size,
+            fingerprint=self._hash.hexdigest(),
+            tokenizer=tokenizer,
+            recipe=recipe,
+            skipped=skipped,
+            duplicates=duplicates,
+            dtype=self._dtype.name,
+        )
+        self._file.seek(0)
+        self._file.write((MAGIC + json.dumps(asdict(header)).encode()).ljust(HEADER_BYTES))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self.path)
+        return header
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def read_header(path: Path) -> Header:
+    """The header of the token file at `path`, checked against the file's size.
+
+    Raises:
+        DataError: the file is missing, is no token file, is of another version, or is cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            block = file.read(HEADER_BYTES)
+            size = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise DataError(f"cannot read the token file {path}: {error.strerror}", hint="check the path") from error
+    if not block.startswith(MAGIC):
+        raise DataError(f"{path} is not a token file", hint="a .tokens file is one that `prepare` wrote")
+    header = _parse(path, block[len(MAGIC) :])
+    expected = HEADER_BYTES + header.tokens * np.dtype(header.dtype).itemsize
+    if size != expected:
+        raise DataError(f"{path} is damaged: {size} bytes long instead of {expected}", hint=_AGAIN)
+    return header
+
+
+def _parse(path: Path, block: bytes) -> Header:
+    try:
+        table: dict[str, Any] = json.loads(block)
+        version = table["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: its header cannot be read", hint=_AGAIN) from error
+    if version != VERSION:
+        raise DataError(f"{path} has version {version} of the token format, not {VERSION}", hint=_AGAIN)
+    if set(table) != {field.name for field in fields(Header)} or not _plausible(table):
+        raise DataError(f"{path} is damaged: its header makes no sense", hint=_AGAIN)
+    return Header(**table)
+
+
+def _plausible(table: dict[str, Any]) -> bool:
+    counts = ("tokens", "bytes", "documents", "vocab_size", "skipped", "duplicates")
+    words = ("fingerprint", "tokenizer", "recipe")
+    return (
+        all(type(table[name]) is int and table[name] >= 0 for name in counts)
+        and all(isinstance(table[name], str) for name in words)
+        and table["dtype"] in ("uint16", "uint32")
+    )
+
+
+def _map(path: Path, header: Header) -> np.ndarray:
+    dtype = np.dtype(header.dtype).newbyteorder("<")
+    if header.tokens == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header.tokens,))
+
+
+def verify(path: Path) -> Header:
+    """Read the whole file and check its content hash and the range of its ids; the header when both hold.
+
+    Raises:
+        DataError: the payload is not what was written.
+    """
+    header = read_header(path)
+    payload, digest, largest = _map(path, header), hashlib.sha256(), -1
+    for start in range(0, len(payload), 1 << 22):
+        piece = payload[start : start + (1 << 22)]
+        digest.update(piece.astype("<u4").tobytes())
+        largest = max(largest, int(piece.max()))
+    if digest.hexdigest() != header.fingerprint or largest >= header.vocab_size:
+        raise DataError(f"{path} is damaged: its tokens are not the ones that were written", hint=_AGAIN)
+    return header
+
+
+class TokenDataset(Dataset[dict[str, Tensor]]):
+    """Map-style data set of the samples of a token file, or of the tokens `start` to `stop` of one.
+
+    Sample i covers the tokens from i·T to i·T + T, so consecutive samples share one token and every token but the
+    first is a target once. A short last window is dropped, or kept with `pad_last`: its missing targets are
+    `IGNORED` and its missing inputs 0. The file is mapped, not read, and pickling carries only its path.
+
+    Args:
+        path: a token file.
+        sequence: T, targets in a sample.
+        pad_last: keep the short last window; for evaluation, where every target counts.
+        start: first token.
+        stop: token after the last; None for the end of the file.
+        size: bytes of text in that range; None where the range is the whole file.
+        documents: documents in that range; None where the range is the whole file.
+
+    Raises:
+        DataError: the file is unusable, or too short for one sample.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sequence: int,
+        *,
+        pad_last: bool = False,
+        start: int = 0,
+        stop: int | None = None,
+        size: int | None = None,
+        documents: int | None = None,
+    ) -> None:
+        if sequence < 1:
+            raise ConfigError(f"a sample of {sequence} tokens", hint="data.sequence must be at least 1")
+        self.path, self.sequence, self.pad_last = path, sequence, pad_last
+        self.header = read_header(path)
+        self.start, self.stop = start, self.header.tokens if stop is None else stop
+        self.tokens = self.stop - self.start
+        self.bytes = self.header.bytes if size is None else size
+        self.documents = self.header.documents if documents is None else documents
+        self._payload: np.ndarray | None = None
+        if self.tokens <= sequence:
+            raise DataError(
+                f"{path} holds {self.tokens} tokens, fewer than one sample of {sequence} and its next token",
+                hint="use more text or a smaller data.sequence",
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal if and only if the samples are."""
+        layout = f"{self.start}-{self.stop}/{self.sequence}{'+' if self.pad_last else ''}"
+        return f"{self.header.fingerprint}:{layout}"
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Every token of the range, (tokens,), mapped read-only."""
+        if self._payload is None:
+            self._payload = _map(self.path, self.header)
+        return self._payload[self.start : self.stop]
+
+    def __len__(self) -> int:
+        targets = self.tokens - 1
+        return -(-targets // self.sequence) if self.pad_last else targets // self.sequence
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.__getitems__([index % len(self)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Samples as {"inputs": (T,), "targets": (T,)}, int64: views of one (len(indices), T + 1) gather."""
+        where = np.asarray(indices, np.int64)[:, None] * self.sequence + np.arange(self.sequence + 1)
+        beyond = where >= self.tokens
+        rows = self.ids[np.minimum(where, self.tokens - 1)].astype(np.int64)
+        targets = rows[:, 1:]
+        if beyond.any():
+            targets = np.where(beyond[:, 1:], IGNORED, targets)
+            rows[beyond] = 0
+        pairs: Iterable[tuple[Tensor, Tensor]] = zip(
+            torch.from_numpy(rows[:, :-1]).unbind(), torch.from_numpy(targets).unbind(), strict=True
+        )
+        return [{"inputs": inputs, "targets": wanted} for inputs, wanted in pairs]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_payload": None}
