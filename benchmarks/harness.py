@@ -1,0 +1,196 @@
+"""What an area's benchmark module imports, and the command line that each of them has."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.machine import Environment
+from benchmarks.rows import (
+    RESULTS,
+    Bar,
+    Measured,
+    NotRun,
+    Row,
+    declare,
+    hold,
+    not_run,
+    read,
+    record,
+    unique,
+)
+from benchmarks.timing import Paired, commands_cpu_time, paired, paired_commands, run_command
+from shoestring.core.errors import ConfigError, ShoestringError, nearest
+
+__all__ = [
+    "Bar",
+    "Deadline",
+    "Environment",
+    "Measured",
+    "NotRun",
+    "OutOfBudget",
+    "Paired",
+    "Row",
+    "commands_cpu_time",
+    "hold",
+    "main",
+    "measure",
+    "not_run",
+    "paired",
+    "paired_commands",
+    "parser",
+    "report",
+    "run_command",
+    "selected",
+]
+
+
+class OutOfBudget(Exception):  # noqa: N818  # the name is the reason
+    """The time for the benchmarks is used up."""
+
+
+class Deadline:
+    """When the measurements must have ended."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left, negative when past; infinite where no budget was set."""
+        return self._end - time.monotonic()
+
+    def check(self) -> None:
+        """Raises: OutOfBudget, when none are left."""
+        if self.left() <= 0:
+            raise OutOfBudget
+
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Interrupt the block with OutOfBudget at the deadline (between two of its Python instructions)."""
+        self.check()
+        if not math.isfinite(self.left()) or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGALRM, _out_of_budget)
+        signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-6))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+
+
+def _out_of_budget(number: int, frame: FrameType | None) -> None:
+    raise OutOfBudget
+
+
+def measure(bar: Bar, environment: Environment, deadline: Deadline) -> tuple[Row, bool]:
+    """Measure one bar: its row, and whether the measurement went without an error (which is printed)."""
+    if bar.gpu and environment.gpu is None:
+        return not_run(bar, "no GPU", environment), True
+    try:
+        with deadline.enforced():
+            found = bar.measure(deadline)
+        if isinstance(found, NotRun):
+            return not_run(bar, found.reason, environment), True
+        if not isinstance(found, Measured):
+            found = Measured(found)
+        return hold(bar, found.value, environment, note=found.note), True
+    except OutOfBudget:
+        return not_run(bar, "budget", environment), True
+    except Exception as error:
+        traceback.print_exc()
+        return not_run(bar, f"failed: {type(error).__name__}: {error}", environment), False
+
+
+def line(row: Row) -> str:
+    """One line for a terminal; the state stands in words."""
+    state = row.status.upper() if row.status == "missed" else row.status
+    measured = "-" if row.measured is None else f"{row.measured:.5g}"
+    note = f" ({row.reason})" if row.reason else ""
+    return f"{state:8}{row.id}  {measured} {row.op} {row.bar:g}  {row.what}{note}"
+
+
+def report(bars: Sequence[Bar], environment: Environment, deadline: Deadline, results: Path, *, strict: bool) -> int:
+    """Measure `bars` one after the other, print a line and store a row for each.
+
+    Returns:
+        1 when a measurement failed with an error or, where `strict`, when a bar was missed; else 0.
+    """
+    fine = True
+    for bar in bars:
+        row, well = measure(bar, environment, deadline)
+        path = results / f"{bar.area}.json"
+        record(path, row)
+        kept = read(path)[row.id]
+        earlier = f"; kept: {kept.measured:.5g} at {kept.commit}" if kept.measured != row.measured else ""
+        print(line(row) + earlier, flush=True)
+        fine = fine and well and not (strict and row.status == "missed")
+    return 0 if fine else 1
+
+
+def selected(bars: Sequence[Bar], prefix: str) -> list[Bar]:
+    """The bars whose id starts with `prefix`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    chosen = [bar for bar in bars if bar.id.startswith(prefix)]
+    if prefix and not chosen:
+        raise ConfigError(f"no bar's id starts with `{prefix}`", hint=nearest(prefix, [bar.id for bar in bars]))
+    return chosen
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=f"Measure the bars of {name}.")
+    flags.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
+    flags.add_argument("--only", default="", metavar="PREFIX", help="measure the bars whose id starts with this")
+    flags.add_argument("--list", action="store_true", help="print the bars and measure nothing")
+    flags.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
+    return flags
+
+
+def main(
+    area: str, rows: Callable[[], Sequence[Bar]], argv: Sequence[str] | None = None, results: Path = RESULTS
+) -> int:
+    """The command line of one area's module; see the package's docstring.
+
+    Args:
+        area: the module's name, which its bars' ids start with.
+        rows: gives every bar of the area, those that need a GPU included.
+        argv: arguments, the process's own by default.
+        results: folder of the results files.
+
+    Returns:
+        The exit status: 1 for a missed bar with `--strict` or a failed measurement, 2 for wrong usage.
+    """
+    flags = parser(area).parse_args(argv)
+    try:
+        bars = unique(rows(), area)
+        chosen = selected(bars, flags.only)
+        if flags.list:
+            print("\n".join(f"{bar.id}  {bar.op} {bar.bar:g}  {bar.what}" for bar in chosen))
+            return 0
+        _all_declared(results / f"{area}.json", bars)
+        environment = Environment.capture(commit=flags.commit)
+        declare(results / f"{area}.json", bars, environment)
+        return report(chosen, environment, Deadline(), results, strict=flags.strict)
+    except ShoestringError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _all_declared(path: Path, bars: Sequence[Bar]) -> None:
+    unknown = sorted(read(path).keys() - {bar.id for bar in bars})
+    if unknown:
+        raise ConfigError(f"{path} holds `{unknown[0]}`, which is not declared", hint="declare it, or delete its row")

@@ -1,0 +1,416 @@
+"""The benchmarks harness: its statistics on known data, its files, its command lines."""
+
+import gc
+import json
+import math
+import random
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict, replace
+from itertools import count
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence import main as write_evidence
+from benchmarks.gpu import main as run_gpu
+from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure
+from benchmarks.machine import git_commit
+from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
+from benchmarks.timing import Paired, commands_cpu_time, paired, paired_commands, run_command
+from shoestring.core.errors import ConfigError, DataError, WorldError
+
+HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, commit="0123abc")
+WITH_GPU = replace(HERE, gpu="1 × planted")
+
+
+def bar(name="one", op=">=", number=2.0, found=3.0, **more):
+    measured = found if callable(found) else lambda deadline: found
+    return Bar(f"area.{name}", f"what {name} does", op, number, measure=measured, **more)
+
+
+def stored(folder, area="area"):
+    return {row.id: row for row in read(folder / f"{area}.json").values()}
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Laboratory:
+    """A clock that only the work moves: `cost` seconds, times what the machine does to the n-th run."""
+
+    def __init__(self, slowdown):
+        self.now, self.run, self.slowdown = 0.0, count(), slowdown
+
+    def work(self, cost):
+        def run():
+            self.now += cost * self.slowdown(next(self.run))
+
+        return run
+
+    def paired(self, a, b, **more):
+        return paired(self.work(a), self.work(b), clock=lambda: self.now, **more)
+
+
+def test_a_quiet_machine_gives_the_planted_ratio_and_its_inverse():
+    quiet = Laboratory(lambda n: 1.0).paired(3.0, 2.0)
+    assert quiet.median == pytest.approx(1.5)
+    assert quiet.interval == pytest.approx((1.5, 1.5))
+    assert Laboratory(lambda n: 1.0).paired(2.0, 3.0).median == pytest.approx(1 / 1.5)
+
+
+def test_abba_removes_a_steady_drift_from_every_round():
+    growing = Laboratory(lambda n: 1.05**n).paired(1.0, 1.0)
+    assert growing.ratios == pytest.approx([1.0] * 12)
+    linear = Laboratory(lambda n: 1 + 0.01 * n).paired(1.5, 1.0)
+    assert linear.ratios == pytest.approx([1.5] * 12, rel=3e-4)
+    pairs = Laboratory(lambda n: 1.05**n).paired(1.0, 1.0, order="AB")
+    assert sorted(pairs.ratios) == pytest.approx([1 / 1.05] * 6 + [1.05] * 6)
+    assert pairs.median == pytest.approx(1.0)
+
+
+def test_each_follows_itself_as_often_as_the_other():
+    turns = []
+    paired(lambda: turns.append("A"), lambda: turns.append("B"), rounds=8, warmup=0, clock=count(1).__next__)
+    text = "".join(turns)
+    assert text == "ABBABAAB" * 4
+    first, second = (sum(text[i : i + 2] == pair for i in range(len(text))) for pair in ("AA", "BB"))
+    assert abs(first - second) <= 1
+
+
+@pytest.mark.parametrize("rounds", [6, 12, 25])
+def test_the_interval_covers_a_planted_ratio_under_heavy_tails(rounds):
+    noise = random.Random(7)
+    covered = 0
+    for _ in range(1000):
+        lab = Laboratory(lambda n: math.exp(noise.gauss(0, 0.05)) * (3.0 if noise.random() < 0.1 else 1.0))
+        low, high = lab.paired(1.25, 1.0, rounds=rounds).interval
+        covered += low <= 1.25 <= high
+    assert 0.94 <= covered / 1000 <= 0.99  # 0.957 to 0.969 are exact for these numbers of rounds
+
+
+def test_the_interval_holds_the_ranks_of_the_sign_test():
+    # Conover's table: n=6 ranks 1 and 6, n=9 ranks 2 and 8, n=12 ranks 3 and 10, n=20 ranks 6 and 15
+    for n, low, high in [(6, 1, 6), (9, 2, 8), (12, 3, 10), (20, 6, 15)]:
+        shuffled = random.Random(n).sample([float(rank) for rank in range(1, n + 1)], n)
+        assert Paired(tuple(shuffled), 1.0, 1.0).interval == (low, high)
+
+
+def test_spread_and_note_of_known_ratios():
+    known = Paired((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), 0.5, 0.25)
+    assert (known.median, known.spread, known.interval) == (pytest.approx(8.0), (3.0, 24.0), (1.0, 64.0))
+    assert known.measured().note == (
+        "median of 7 paired ratios, 95% interval 1 to 64, quartiles 3 and 24, 0.5 s over 0.25 s"
+    )
+
+
+def test_no_garbage_is_collected_while_timing_and_collection_is_on_again_after_an_error():
+    states = set()
+    paired(lambda: states.add(gc.isenabled()), lambda: None, rounds=6, warmup=0, clock=count().__next__)
+    assert states == {False}
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        paired(lambda: 1 / 0, lambda: None, warmup=0)
+    assert gc.isenabled()
+
+
+def test_too_few_rounds_and_a_clock_that_stands_still_are_refused():
+    with pytest.raises(ConfigError, match="5 rounds give no 95% interval"):
+        paired(lambda: None, lambda: None, rounds=5)
+    with pytest.raises(ConfigError, match="no time on this clock"):
+        paired(lambda: None, lambda: None, clock=lambda: 1.0)
+
+
+def test_whole_commands_are_paired(tmp_path):
+    note = "import sys; open('log', 'a').write(sys.argv[1])"
+    a, b = ([sys.executable, "-S", "-c", note, name] for name in "AB")
+    times = paired_commands(a, b, cwd=tmp_path, clock=commands_cpu_time)
+    assert (tmp_path / "log").read_text() == "AB" + "ABBA" * 3
+    assert len(times.ratios) == 6
+    assert times.a_seconds > 0
+
+
+def test_a_failed_command_says_so_and_an_interrupted_one_is_ended(tmp_path):
+    with pytest.raises(WorldError, match="exited with 3: the last word"):
+        run_command([sys.executable, "-S", "-c", "import sys; print('the last word', file=sys.stderr); sys.exit(3)"])
+    sleeper = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+
+    def run(deadline):
+        run_command([sys.executable, "-S", "-c", sleeper], cwd=tmp_path)
+
+    row, _ = measure(bar(found=run), HERE, Deadline(0.5))
+    assert (row.status, row.reason) == ("not-run", "budget")
+    if (tmp_path / "pid").exists():
+        assert subprocess.run(["kill", "-0", (tmp_path / "pid").read_text()], stderr=subprocess.PIPE).returncode != 0
+
+
+# -- rows and their files ---------------------------------------------------------------------------------------------
+
+
+def test_status_is_held_at_the_bar_and_missed_beside_it():
+    assert [status(">=", 2.0, value) for value in (2.0, 1.999, None)] == ["held", "missed", "not-run"]
+    assert [status("<=", 2.0, value) for value in (2.0, 2.001, None)] == ["held", "missed", "not-run"]
+
+
+def test_a_row_has_exactly_the_designs_fields_and_survives_its_file(tmp_path):
+    row = hold(bar(seeds=(1, 2), peers=("pytest", "no-such-package"), baseline="DDP"), np.float32(3), HERE, note="±1")
+    write(tmp_path / "area.json", [row])
+    keys = "id what op bar measured status reason baseline command commit hardware versions seeds date"
+    assert " ".join(asdict(row)) == keys
+    assert read(tmp_path / "area.json") == {"area.one": row}
+    assert (row.status, row.command) == ("held", "python -m benchmarks.area --only area.one")
+    assert row.hardware == "abacus, 2 cores, 4.0 GiB, no GPU"
+    assert row.versions["pytest"] == pytest.__version__
+    assert "no-such-package" not in row.versions
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, True, "3", None])
+def test_only_finite_numbers_are_measured(value):
+    with pytest.raises(ConfigError, match="no finite number"):
+        hold(bar(), value, HERE)
+
+
+def test_files_are_sorted_stable_and_leave_nothing_beside_them(tmp_path):
+    rows = [hold(bar(name), 3.0, HERE) for name in ("b", "a", "c")]
+    write(tmp_path / "area.json", rows)
+    first = (tmp_path / "area.json").read_bytes()
+    write(tmp_path / "area.json", reversed(rows))
+    assert (tmp_path / "area.json").read_bytes() == first
+    assert [row["id"] for row in json.loads(first)] == ["area.a", "area.b", "area.c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["area.json"]
+
+
+FAULTS = {
+    "id": "Area One", "what": 1, "op": ">", "bar": "2", "measured": math.nan, "status": "fine", "reason": None,
+    "baseline": 3, "command": [], "commit": "main", "hardware": {}, "versions": {"torch": 2}, "seeds": [1.5],
+    "date": "1/2/2026",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FAULTS)
+def test_each_malformed_field_is_refused(tmp_path, key):
+    good = asdict(hold(bar(), 3.0, HERE))
+    (tmp_path / "area.json").write_text(json.dumps([good | {key: FAULTS[key]}]))
+    with pytest.raises(DataError, match=f"row 0: `{key}` is"):
+        read(tmp_path / "area.json")
+    del good[key]
+    (tmp_path / "area.json").write_text(json.dumps([good]))
+    with pytest.raises(DataError, match="row 0: not a row"):
+        read(tmp_path / "area.json")
+
+
+def test_files_that_contradict_themselves_are_refused(tmp_path):
+    path, good = tmp_path / "area.json", asdict(hold(bar(), 3.0, HERE))
+    planted = {
+        "stands there twice": [good, good],
+        "says missed, but measured 3.0 >= 2.0": [good | {"status": "missed"}],
+        "no reason is given": [good | {"status": "not-run", "measured": None}],
+        "belongs to another area": [good | {"id": "other.one"}],
+        "not a list": good,
+        "not a row": [good | {"extra": 1}],
+    }
+    for message, records in planted.items():
+        path.write_text(json.dumps(records))
+        with pytest.raises(DataError, match=message):
+            read(path)
+    path.write_text("[{")
+    with pytest.raises(DataError, match="not JSON"):
+        read(path)
+
+
+def test_a_not_run_row_never_takes_a_measured_ones_place(tmp_path):
+    path = tmp_path / "area.json"
+    for row in (not_run(bar(), "budget", HERE), not_run(bar(), "no GPU", HERE), hold(bar(), 3.0, HERE)):
+        record(path, row)
+        assert stored(tmp_path)["area.one"] == row
+    record(path, not_run(bar(), "no GPU", HERE))
+    assert stored(tmp_path)["area.one"].measured == 3.0
+    record(path, hold(bar(), 1.0, HERE))
+    assert stored(tmp_path)["area.one"].status == "missed"
+
+
+def test_a_bar_that_moves_judges_the_stored_value_again(tmp_path):
+    path = tmp_path / "area.json"
+    record(path, hold(bar(), 3.0, HERE))
+    declare(path, [bar(number=5.0), bar("two")], HERE)
+    rows = stored(tmp_path)
+    assert (rows["area.one"].status, rows["area.one"].measured) == ("missed", 3.0)
+    assert (rows["area.two"].status, rows["area.two"].reason) == ("not-run", "not measured yet")
+
+
+def test_malformed_bars_are_refused():
+    with pytest.raises(ConfigError, match="malformed"):
+        bar("Top K")
+    with pytest.raises(ConfigError, match="op is"):
+        bar(op=">")
+    with pytest.raises(ConfigError, match="finite"):
+        bar(number=math.inf)
+    with pytest.raises(ConfigError, match="declared twice"):
+        unique([bar(), bar()], "area")
+    with pytest.raises(ConfigError, match="is declared by `other`"):
+        unique([bar()], "other")
+
+
+def test_the_commit_says_when_the_code_differs_but_not_when_results_do(tmp_path):
+    def git(*args):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *args], cwd=tmp_path, check=True)
+
+    assert git_commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert len(git_commit(tmp_path)) == 12
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "area.json").write_text("[]")
+    assert len(git_commit(tmp_path)) == 12
+    (tmp_path / "code.py").write_text("2")
+    assert git_commit(tmp_path).endswith("-dirty")
+
+
+# -- an area's command line -------------------------------------------------------------------------------------------
+
+
+def test_a_planted_miss_fails_only_with_strict(tmp_path, capsys):
+    bars = [bar("good"), bar("bad", found=Measured(1.0, "of 3")), bar("elsewhere", found=NotRun("no Slurm"))]
+    assert main("area", lambda: bars, [], tmp_path) == 0
+    assert main("area", lambda: bars, ["--strict"], tmp_path) == 1
+    assert main("area", lambda: bars, ["--strict", "--only", "area.good"], tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "MISSED  area.bad  1 >= 2  what bad does (of 3)",
+        "not-run area.elsewhere  - >= 2  what elsewhere does (no Slurm)",
+        "held    area.good  3 >= 2  what good does",
+    ]
+    assert {row.id: row.status for row in stored(tmp_path).values()} == {
+        "area.bad": "missed", "area.elsewhere": "not-run", "area.good": "held",
+    }  # fmt: skip
+
+
+def test_only_what_was_asked_for_runs_and_every_bar_has_a_row(tmp_path, capsys):
+    def never(deadline):
+        raise AssertionError
+
+    bars = [bar("one"), bar("two", found=never)]
+    assert main("area", lambda: bars, ["--only", "area.o"], tmp_path) == 0
+    assert stored(tmp_path)["area.two"].reason == "not measured yet"
+    assert main("area", lambda: bars, ["--only", "area.thre"], tmp_path) == 2
+    assert "no bar's id starts with `area.thre`" in capsys.readouterr().err
+
+
+def test_list_measures_and_writes_nothing(tmp_path, capsys):
+    assert main("area", lambda: [bar()], ["--list"], tmp_path) == 0
+    assert capsys.readouterr().out == "area.one  >= 2  what one does\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measurement_that_fails_is_reported_and_the_others_run(tmp_path, capsys):
+    def fails(deadline):
+        raise ValueError("planted")
+
+    assert main("area", lambda: [bar("bad", found=fails), bar("good")], [], tmp_path) == 1
+    seen = capsys.readouterr()
+    assert "Traceback" in seen.err
+    assert stored(tmp_path)["area.bad"].reason == "failed: ValueError: planted"
+    assert stored(tmp_path)["area.good"].status == "held"
+
+
+def test_a_stored_row_that_nobody_declares_stops_the_run(tmp_path, capsys):
+    main("area", lambda: [bar("one"), bar("two")], [], tmp_path)
+    assert main("area", lambda: [bar("one")], [], tmp_path) == 2
+    assert "holds `area.two`, which is not declared" in capsys.readouterr().err
+
+
+def test_malformed_results_stop_the_run_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "area.json").write_text("[1]")
+    assert main("area", lambda: [bar(found=lambda deadline: 1 / 0)], [], tmp_path) == 2
+    assert "row 0: not a row" in capsys.readouterr().err
+    assert (tmp_path / "area.json").read_text() == "[1]"
+
+
+def test_a_deadline_interrupts_a_measurement_and_leaves_no_alarm():
+    def forever(deadline):
+        while True:
+            pass
+
+    row, fine = measure(bar(found=forever), HERE, Deadline(0.05))
+    assert (row.reason, fine) == ("budget", True)
+    assert measure(bar(found=forever), HERE, Deadline(0))[0].reason == "budget"
+    assert measure(bar(found=lambda deadline: deadline.left()), HERE, Deadline(60))[0].status == "held"
+
+
+# -- all areas: GPU and evidence --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def areas(tmp_path, monkeypatch):
+    """A package of areas: one with a GPU bar, one without, one that does not import."""
+    folder = tmp_path / "planted_areas"
+    folder.mkdir()
+    fast = """
+        from benchmarks.harness import Bar
+
+        def gpu_rows():
+            names = ("one", "two")
+            return [Bar(f"fast.{name}", name, ">=", 1, measure=lambda deadline: 2.0, gpu=True) for name in names]
+        """
+    for name, text in {"fast": fast, "plain": "", "broken": "import no_such_module_at_all"}.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    package = ModuleType("planted_areas")
+    package.__path__ = [str(folder)]
+    monkeypatch.setitem(sys.modules, "planted_areas", package)
+    yield package, folder
+    for name in ("fast", "plain", "broken"):
+        sys.modules.pop(f"planted_areas.{name}", None)
+
+
+def test_without_a_gpu_every_gpu_bar_says_so_and_a_broken_module_is_reported(areas, tmp_path, capsys):
+    package, _ = areas
+    assert run_gpu([], package, tmp_path, HERE) == 1
+    assert "planted_areas.broken gave no bars" in capsys.readouterr().err
+    assert {row.reason for row in stored(tmp_path, "fast").values()} == {"no GPU"}
+    assert not (tmp_path / "plain.json").exists()
+
+
+def test_gpu_bars_run_within_the_budget_and_stay_when_there_is_no_gpu_later(areas, tmp_path, capsys):
+    package, folder = areas
+    (folder / "broken.py").write_text("")
+    assert run_gpu(["--budget", "0"], package, tmp_path, WITH_GPU) == 0
+    assert {row.reason for row in stored(tmp_path, "fast").values()} == {"budget"}
+    assert run_gpu(["--only", "fast.one"], package, tmp_path, WITH_GPU) == 0
+    assert [row.status for row in stored(tmp_path, "fast").values()] == ["held", "not-run"]
+    assert stored(tmp_path, "fast")["fast.one"].command == "python -m benchmarks.gpu --only fast.one"
+    capsys.readouterr()
+    assert run_gpu([], package, tmp_path, HERE) == 0
+    assert "(no GPU); kept: 2 at 0123abc" in capsys.readouterr().out
+    assert stored(tmp_path, "fast")["fast.one"].measured == 2.0
+    assert run_gpu(["--budget", "601"], package, tmp_path, HERE) == 2
+
+
+def test_gpu_rows_that_do_not_ask_for_a_gpu_are_refused(areas, tmp_path, capsys):
+    package, folder = areas
+    (folder / "fast.py").write_text((folder / "fast.py").read_text().replace(", gpu=True", ""))
+    assert run_gpu([], package, tmp_path, HERE) == 1
+    assert "in gpu_rows() without gpu=True" in capsys.readouterr().err
+
+
+def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
+    results, page = tmp_path / "results", tmp_path / "docs" / "evidence.md"
+    hostile = replace(bar("two", found=1.0), what="a | b <script> [x](y) *z*\n# w", seeds=(1, 2))
+    main("area", lambda: [bar(), hostile, bar("three", found=NotRun("no disk"))], [], results)
+    assert write_evidence(["--check"], results, page) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert write_evidence([], results, page) == 0
+    assert write_evidence(["--check"], results, page) == 0
+    text = page.read_text()
+    assert "3 bars: 1 held, 1 missed, 1 not run." in text
+    assert '| <a id="area.one"></a>what one does | &gt;= 2 | 3 | held |' in text
+    assert r"a &#124; b &lt;script&gt; \[x\](y) \*z\* \# w |" in text
+    assert "not run: no disk" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {10}
+    page.write_text(text.replace("| held |", "| held! |"))
+    assert write_evidence(["--check"], results, page) == 1
+    (results / "area.json").write_text("{}")
+    assert write_evidence(["--check"], results, page) == 2

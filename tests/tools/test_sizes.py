@@ -1,0 +1,96 @@
+"""The size limits: exact counts, and each limit seen to fail at one line too many."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import sizes
+
+
+def plant(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def function(lines: int, name: str = "long") -> str:
+    return f"def {name}():\n" + "    x = 1\n" * lines
+
+
+def faults(root: Path) -> list[str]:
+    return list(sizes.faults(sizes.survey(root)))
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("def f():\n    return 1\n", 1),
+        ("def f(): return 1\n", 1),
+        ('def f():\n    """One.\n\n    Two.\n    """\n    x = 1\n\n    return x\n', 3),
+        ('def f():\n    """Only words."""\n', 0),
+        ("async def f(\n    a,\n    b,\n):\n    return (\n        a\n    )\n", 3),
+        ("def f():\n    @cache\n    def g():\n        return 1\n    return g\n", 4),
+    ],
+)
+def test_body_lines(source, lines):
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    assert sizes.body_lines(node) == lines
+
+
+def test_methods_nested_and_conditional_functions_are_found():
+    source = "class A:\n def f(self):\n  def g(): pass\nif x:\n def h(): pass\ntry:\n pass\nexcept E:\n def i(): pass\n"
+    assert [(it.name, it.line) for it in sorted(sizes.functions(ast.parse(source)))] == [
+        ("f", 2), ("g", 3), ("h", 5), ("i", 9),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["src/shoestring/comm", "tests", "benchmarks", "tools"])
+def test_each_limit_fails_one_line_above_it(tmp_path, folder):
+    plant(tmp_path, f"{folder}/a.py", "\n" + function(80))
+    plant(tmp_path, f"{folder}/b.py", "#\n" * 400)
+    assert faults(tmp_path) == []
+    plant(tmp_path, f"{folder}/a.py", "\n" + function(81))
+    plant(tmp_path, f"{folder}/b.py", "#\n" * 401)
+    assert faults(tmp_path) == [
+        f"{folder}/a.py:2: long has a body of 81 lines, at most 80",
+        f"{folder}/b.py:401: 401 lines, at most 400 in a file",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["js", "css", "html"])
+def test_pages_of_the_package_have_the_limit_of_files(tmp_path, suffix):
+    plant(tmp_path, f"src/shoestring/report/page.{suffix}", "x\n" * 401)
+    plant(tmp_path, f"docs/page.{suffix}", "x\n" * 401)
+    assert faults(tmp_path) == [f"src/shoestring/report/page.{suffix}:401: 401 lines, at most 400 in a file"]
+
+
+def test_the_core_has_a_limit_in_total(tmp_path):
+    for number in range(4):
+        plant(tmp_path, f"src/shoestring/core/part{number}.py", "#\n" * 250)
+    assert faults(tmp_path) == []
+    plant(tmp_path, "src/shoestring/core/last.py", "#\n")
+    assert faults(tmp_path) == ["src/shoestring/core:1: 1001 lines, at most 1000 in the core"]
+
+
+def test_a_file_that_does_not_parse_is_named(tmp_path):
+    plant(tmp_path, "src/a.py", "x = 1\ndef f(:\n")
+    assert faults(tmp_path) == ["src/a.py:2: does not parse"]
+
+
+def test_the_command_prints_the_sizes_and_fails_on_a_fault(tmp_path, capsys):
+    plant(tmp_path, "src/shoestring/core/a.py", "".join(function(lines, f"f{lines}") for lines in range(1, 12)))
+    assert sizes.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "src: 11 function bodies, median 6, p90 10, max 11 lines (limit 80)",
+        "src: 1 files, median 77, p90 77, max 77 lines (limit 400)",
+        "core: 77 lines (limit 1000)",
+    ]
+    plant(tmp_path, "tests/b.py", function(81))
+    assert sizes.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith("tests/b.py:1: long has a body of 81 lines, at most 80\n")
+
+
+def test_an_empty_tree_has_no_sizes(tmp_path, capsys):
+    assert sizes.main([str(tmp_path)]) == 0
+    assert "src: 0 function bodies, none" in capsys.readouterr().out
