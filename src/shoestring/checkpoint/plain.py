@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from shoestring import checkpoint
 from shoestring.core.errors import CheckpointError
+from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
 from shoestring.core.state import pack, unpack
 from shoestring.core.trace import span
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
@@ -42,12 +44,7 @@ class Saver:
         path = self.folder / f"step-{self.job.progress.step:08d}.safetensors"
         with span("save", "disk"):
             data = self._gather()
-            problem = _attempt(path, data) if self.job.world.first else ""
-            problem = self.job.world.broadcast(problem.encode()).decode()
-        if problem:
-            raise CheckpointError(problem, hint="earlier saves are intact; free space, then resume")
-        if self.job.world.first:
-            self._retire()
+            self.job.world.agree(lambda: self._write(path, data) if self.job.world.first else None)
         return path
 
     def restore(self, where: str) -> int | None:
@@ -56,11 +53,12 @@ class Saver:
         Returns:
             The step resumed from; None when "auto" finds no save.
         """
-        path, data = self._read(where) if self.job.world.first else (None, b"")
-        found = json.loads(self.job.world.broadcast(json.dumps(str(path) if path else None).encode()))
-        if found is None:
+        world = self.job.world
+        path, data = world.agree(lambda: self._read(where) if world.first else (None, b""))
+        source = world.decide(lambda: path and str(path))
+        if source is None:
             return None
-        self._load(unpack(self.job.world.broadcast(data)), found)
+        self._load(unpack(world.broadcast(data)), source)
         return self.job.progress.step
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -78,7 +76,14 @@ class Saver:
         gathered = world.gather(pack(own)) if own else []
         return pack({"format": FORMAT, "ranks": world.size, "shared": shared, "own": [unpack(one) for one in gathered]})
 
-    def _retire(self) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            write_atomic(path, data)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
+                hint="earlier saves are intact; free space, then resume",
+            ) from error
         for path in saves(self.folder)[self.keep :]:
             path.unlink(missing_ok=True)
 
@@ -91,7 +96,8 @@ class Saver:
             data = path.read_bytes()
             try:
                 unpack(data)
-            except CheckpointError:
+            except CheckpointError as error:
+                log.warning("skipping `%s`: %s", path, error)
                 continue
             return path, data
         if candidates:
@@ -133,32 +139,3 @@ def _named(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return saves(path) or saves(path / "checkpoints")
-
-
-def _attempt(path: Path, data: bytes) -> str:
-    """Write atomically; the problem in words, or "" when there was none."""
-    try:
-        write_atomic(path, data)
-    except OSError as error:
-        return f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}"
-    return ""
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that after any crash there is all of it or none: write, flush, fsync, rename, fsync."""
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

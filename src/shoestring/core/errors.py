@@ -29,6 +29,17 @@ class ShoestringError(Exception):
         message = super().__str__()
         return f"{message} (hint: {self.hint})" if self.hint else message
 
+    def described(self) -> list[str]:
+        """[class, message, hint], to raise the same error on another rank with `of`."""
+        return [type(self).__name__, super().__str__(), self.hint]
+
+    @staticmethod
+    def of(described: list[str], prefix: str = "") -> ShoestringError:
+        name, message, hint = described
+        kind = globals().get(name)
+        known = isinstance(kind, type) and issubclass(kind, ShoestringError)
+        return (kind if known else ShoestringError)(prefix + message, hint=hint)
+
 
 class ConfigError(ShoestringError):
     """The run file, a flag, or an argument is wrong."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, get_args
@@ -96,22 +96,23 @@ class Trace:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def write(self, path: Path) -> None:
+    def dumps(self) -> str:
         """JSON lines: a head with the totals, then one line a span."""
         head = {
             "trace": FORMAT,
             "rank": self.rank,
             "host": self.host,
             "facts": self.facts,
-            "totals": [{"name": name, "kind": kind} | asdict(total) for (name, kind), total in self.totals.items()],
+            "totals": [
+                {"name": name, "kind": kind, "count": total.count, "seconds": total.seconds, "bytes": total.nbytes}
+                for (name, kind), total in self.totals.items()
+            ],
         }
-        with path.open("w") as file:
-            for line in (head, *(span._asdict() for span in self.spans)):
-                file.write(json.dumps(line) + "\n")
+        return "".join(json.dumps(line) + "\n" for line in (head, *(span._asdict() for span in self.spans)))
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """The inverse of `write`.
+        """The inverse of `dumps`, from a file.
 
         Raises:
             ConfigError: the file is not a trace of this format.
@@ -120,7 +121,7 @@ class Trace:
             head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
             if head["trace"] != FORMAT:
                 raise ValueError(f"format {head['trace']}")
-            totals = {(t["name"], t["kind"]): Total(t["count"], t["seconds"], t["nbytes"]) for t in head["totals"]}
+            totals = {(t["name"], t["kind"]): Total(t["count"], t["seconds"], t["bytes"]) for t in head["totals"]}
             spans = [Span(**line) for line in lines]
             if any(span.kind not in get_args(Kind) for span in spans):
                 raise ValueError("unknown kind of span")

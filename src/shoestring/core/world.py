@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoestring.core.errors import WorldError
+from shoestring.core.errors import ShoestringError, WorldError
 from shoestring.core.feature import HOSTS, LOCAL
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,23 @@ class World:
         if count:
             dist.broadcast(content, 0)
         return content.cpu().numpy().tobytes()
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank; if it fails with a ShoestringError on any, raise that on all of them."""
+        result, mine = None, None
+        try:
+            result = work()
+        except ShoestringError as error:
+            mine = error
+        for rank, data in enumerate(self.gather(json.dumps(mine and mine.described()).encode())):
+            if theirs := json.loads(data):
+                raise mine or ShoestringError.of(theirs, f"rank {rank}: ")
+        return cast(T, result)
+
+    def decide(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Do `work` on the first rank; its result (of JSON types), or its ShoestringError, is every rank's."""
+        result = self.agree(lambda: work() if self.first else None)
+        return json.loads(self.broadcast(json.dumps(result).encode()))
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         if not data:

@@ -1,0 +1,103 @@
+"""Tables of a run file as frozen dataclasses: strict types, no unknown keys, errors that say where and what is near."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import cattrs
+
+from shoestring.core.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def structure(table: object, settings: type[T], where: str, source: str) -> T:
+    """Make `settings` from a table.
+
+    Args:
+        where: the table's name, for errors. source: the file's.
+
+    Raises:
+        ConfigError: a key is unknown (with the nearest one), a value is of another type, or a value is refused.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{source}: `{where}` must be a table, got {table!r}", hint=f"write [{where}]")
+    names = [each.name for each in fields(settings)]  # pyright: ignore[reportArgumentType]
+    for key in table:
+        if key not in names:
+            raise ConfigError(f"{source}: unknown key `{key}` in [{where}]", hint=nearest(key, names))
+    hints = get_type_hints(settings)
+    values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
+    return settings(**values)
+
+
+def _value(value: Any, kind: Any, where: str, source: str) -> Any:  # noqa: ANN401
+    try:
+        return _converter().structure(value, kind)
+    except (cattrs.BaseValidationError, ValueError, TypeError, KeyError):
+        pass
+    if get_origin(kind) is Literal and isinstance(value, str):
+        hint = nearest(value, [str(choice) for choice in get_args(kind)])
+        raise ConfigError(f"{source}: `{where}` cannot be {value!r}", hint=hint)
+    raise ConfigError(f"{source}: `{where}` must be {describe(kind)}, got {value!r}")
+
+
+def describe(kind: Any) -> str:  # noqa: ANN401
+    """A type in words for users: `a number`, `one of "a", "b"`."""
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    if kind in words:
+        return words[kind]
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        inside = words.get(parts[0], "values").removeprefix("a ")
+        return f"a list of {inside}s" if parts[-1] is Ellipsis else f"a list of {len(parts)} {inside}s"
+    return " or ".join(words.get(part, str(part)) for part in get_args(kind))
+
+
+@cache
+def _converter() -> cattrs.Converter:
+    """Strict: a string is no number, true is no 1; only a whole number may stand for a number."""
+    converter = cattrs.Converter()
+    for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+        converter.register_structure_hook(kind, _strict(kind, accepted))
+    converter.register_structure_hook_func(_is_scalar_union, _any_of)
+    return converter
+
+
+def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(f"not {kind.__name__}")
+        return kind(value)
+
+    return hook
+
+
+def _is_scalar_union(kind: Any) -> bool:  # noqa: ANN401
+    return get_args(kind) != () and set(get_args(kind)) <= {int, float, str, bool} and get_origin(kind) is not tuple
+
+
+def _any_of(value: Any, kind: Any) -> Any:  # noqa: ANN401
+    if type(value) not in get_args(kind):
+        raise TypeError("none of the union")
+    return value
+
+
+def help_texts(settings: type) -> dict[str, str]:
+    """Each field's help: the string that stands under it in the class."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for one, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(following, ast.Expr):
+            if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
+                texts[one.target.id] = " ".join(following.value.value.split())
+    return texts

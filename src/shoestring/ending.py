@@ -1,0 +1,229 @@
+"""What surrounds the loop: the first lines, the sinks, and the results, the model and the report at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from shoestring import build, report
+from shoestring.core.errors import DataError
+from shoestring.core.files import write_atomic
+from shoestring.core.job import Job
+from shoestring.core.sink import Sink
+from shoestring.core.trace import span
+from shoestring.data import baselines
+from shoestring.evaluation import evaluate
+from shoestring.feed import Feed
+from shoestring.meter import Meter, memory_gib
+from shoestring.models.gpt import GPT
+from shoestring.models.sampling import generate
+from shoestring.report.console import Console
+from shoestring.report.sinks import JsonLines, TensorBoard
+from shoestring.run import Run
+
+log = logging.getLogger("shoestring")
+
+SAMPLE_TOKENS = 160  # length of the samples of generated text
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: "finished", or "stopped" by a signal after a whole step."""
+
+    status: str
+    folder: Path
+
+
+def metered(job: Job, run: Run, data: Feed, folder: Path) -> Meter:
+    """The meter with the run's sinks, on the first rank; without sinks on the others."""
+    sinks: list[Sink] = []
+    if job.world.first:
+        files = [JsonLines(folder / "metrics.jsonl")]
+        files += [TensorBoard(folder / "tensorboard")] if "tensorboard" in run.settings.sinks else []
+        for each in files:
+            each.truncate_after(job.progress.step)
+        sinks = [Console(lambda: job.progress.total), *files]
+    return Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
+
+
+def _flops_per_token(job: Job, run: Run) -> float:
+    if isinstance(job.module, GPT):
+        return job.module.flops_per_token(run.data.sequence)
+    return 6 * job.trace.facts["parameters"]
+
+
+# -- the first lines --------------------------------------------------------------------------------------------------
+
+
+def opening(job: Job, run: Run, data: Feed, folder: Path, resumed: int | None) -> Iterator[str]:
+    """What was found and what was chosen, with reasons."""
+    world, settings = job.world, run.settings
+    yield f"{run.name} in {folder}"
+    yield f"{world.size} rank{'s' * (world.size > 1)} on {world.hosts} host{'s' * (world.hosts > 1)}, {_device(job)}"
+    if data.corpus is not None:
+        corpus = data.corpus
+        yield (
+            f"data: {settings.data}, {corpus.documents:,} documents, {corpus.bytes / 1e6:.1f} MB, "
+            f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
+        )
+    length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
+    parameters = job.trace.facts["parameters"] / 1e6
+    yield f"model: {settings.model}, {parameters:.2f} M parameters; {length} of {settings.batch} samples"
+    for feature in job.features:
+        why = feature.explain(job)
+        yield f"  {feature.name}{': ' + why if why else ''}"
+    if resumed is not None:
+        yield f"resumed from step {resumed}"
+
+
+def _device(job: Job) -> str:
+    device = job.world.device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} a rank (no GPU found)"
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter) -> Result:
+    """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
+    status = "stopped" if job.stopping and job.progress.step < job.progress.total else "finished"
+    job.trace.facts |= {"seconds": seconds, "steps": job.progress.step}
+    held_out = evaluate(job, run, data) if status == "finished" else {}
+    if held_out:
+        meter.write(job.progress.step, held_out)
+    compared = _baselines(job, data) if run.settings.baselines and status == "finished" else {}
+    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.offered}
+    whole = _whole(job, made_by)
+    ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, seconds)).encode())]
+    traces = job.world.gather(job.trace.dumps().encode())
+    if job.world.first:
+        assert whole is not None
+        build.save_model(whole, data.corpus and data.corpus.tokenizer, folder / "model", made_by)
+        for rank, content in enumerate(traces):
+            write_atomic(folder / f"trace-{rank}.jsonl", content)
+        summary = _summary(job, run, data, seconds, meter, held_out) | {
+            "name": run.name,
+            "status": status,
+            "baselines": compared,
+            "samples": _samples(whole, run, data) if status == "finished" else [],
+            "ranks": ranks,
+        }
+        write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
+        for line in _closing(summary, report.write(folder)):
+            log.info(line)
+    job.world.barrier()
+    return Result(status, folder)
+
+
+def _baselines(job: Job, data: Feed) -> dict[str, float]:
+    """Bits per byte of compressors and an n-gram model on the held-out files; the ranks share the work."""
+    if data.corpus is None:
+        raise DataError("`run.baselines` compares text, and this data set is none", hint="remove run.baselines")
+    corpus, world, mine = data.corpus, job.world, {}
+    with span("baselines", "compute"):
+        if world.rank == world.size - 1:
+            held_out = corpus.held_out_texts()
+            mine |= {"gzip -9": baselines.gzip_bits(held_out), "xz -9": baselines.xz_bits(held_out)}
+        if world.first:
+            bits = baselines.witten_bell_bits(corpus.train_texts(), corpus.held_out_texts(), order=5)
+            mine["5-gram (Witten-Bell)"] = bits
+        shares = [json.loads(one) for one in world.gather(json.dumps(mine).encode())]
+    return {name: bits for share in reversed(shares) for name, bits in share.items()}
+
+
+def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
+    """The trained model in one piece, on the first rank; gathered where it is sharded."""
+    if job.engine != "fsdp" or job.world.size == 1:
+        return job.module
+    state = get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if not job.world.first:
+        return None
+    whole = build.model(made_by["model"], made_by["arguments"], made_by["offered"])
+    whole.load_state_dict(state)
+    return whole
+
+
+def _samples(model: nn.Module, run: Run, data: Feed) -> list[dict[str, str]]:
+    """A continuation of each prompt, drawn with a fixed seed."""
+    if data.corpus is None:
+        return []
+    tokenizer, context = data.corpus.tokenizer, data.corpus.train.sequence
+    samples = []
+    for index, prompt in enumerate(run.settings.prompts):
+        tokens = tokenizer.encode(prompt)
+        drawn = generate(
+            model, tokens, max_new=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=index, context=context,
+            stop=[tokenizer.end_of_text],
+        )  # fmt: skip
+        samples.append({"prompt": prompt, "text": tokenizer.decode(list(drawn))})
+    return samples
+
+
+def _rank(job: Job, seconds: float) -> dict[str, Any]:
+    world = job.world
+    return {
+        "rank": world.rank,
+        "host": world.host,
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
+        "dtype": str(job.parameters[0].dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": job.progress.tokens / seconds / world.size if seconds else 0.0,
+        "memory_gib": memory_gib(world.device),
+    }
+
+
+def _summary(
+    job: Job, run: Run, data: Feed, seconds: float, meter: Meter, held_out: dict[str, float]
+) -> dict[str, Any]:
+    bits: dict[str, float] = {}
+    if data.corpus is not None and meter.recent:
+        bits["training"] = sum(meter.recent) / len(meter.recent) * data.bits(held_out=False)
+    if "held_out_bits_per_byte" in held_out:
+        bits["held out"] = held_out["held_out_bits_per_byte"]
+    savings = [(feature, feature.saving(job.trace)) for feature in job.features]
+    return {
+        "message": "",
+        "steps": job.progress.step,
+        "total_steps": job.progress.total,
+        "tokens": job.progress.tokens,
+        "seconds": seconds,
+        "parameters": job.trace.facts["parameters"],
+        "held_out_loss": held_out.get("held_out_loss"),
+        "bits_per_byte": {name: value for name, value in bits.items() if math.isfinite(value)},
+        "features": [
+            {
+                "name": feature.name,
+                "seams": [seam.name for seam in feature.seams],
+                "settings": asdict(feature),
+                "why": feature.explain(job),
+            }
+            for feature in job.features
+        ],
+        "savings": [{"feature": feature.name} | asdict(saving) for feature, saving in savings if saving],
+        "notes": [],
+    }
+
+
+def _closing(summary: dict[str, Any], page: Path) -> Iterator[str]:
+    """The results as a few lines for the terminal."""
+    yield f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s"
+    bits = summary["bits_per_byte"]
+    if bits:
+        yield "bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in bits.items())
+    if summary["baselines"]:
+        listed = ", ".join(f"{name} {value:.3f}" for name, value in summary["baselines"].items())
+        yield f"on the same held-out files: {listed}"
+    for sample in summary["samples"]:
+        yield f"sample of {sample['prompt']!r}:\n{sample['prompt']}{sample['text']}\n"
+    yield f"report: {page}"

@@ -1,0 +1,103 @@
+"""What a run trains on: a prepared corpus, or data sets of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from shoestring.build import resolve
+from shoestring.core.errors import DataError
+from shoestring.core.job import Batch
+from shoestring.core.world import World
+from shoestring.data.corpus import Corpus, prepare
+from shoestring.run import Run
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Training and held-out samples; `corpus` is None for data sets of the user's own."""
+
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
+    corpus: Corpus | None
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """Arguments that models may want to know from the data."""
+        if self.corpus is None:
+            return {}
+        return {"vocab_size": self.corpus.vocab_size, "context": self.corpus.train.sequence}
+
+    def bits(self, *, held_out: bool) -> float:
+        """Bits per byte for each nat per token of that part's text; 0 where the bytes are unknown."""
+        if self.corpus is None:
+            return 0.0
+        part = self.corpus.held_out if held_out else self.corpus.train
+        return part.tokens / part.bytes / math.log(2) if part.bytes else 0.0
+
+
+def feed(run: Run, world: World, folder: Path) -> Feed:
+    """Read the data on every host, once, and make sure that all hosts read the same.
+
+    Raises:
+        DataError: the data is unusable, or differs between hosts.
+    """
+    if ":" in run.settings.data and not run.settings.data.startswith("hf:"):
+        return _own(run, world)
+    if world.local_rank == 0:
+        corpus = world.agree(lambda: prepare(run.settings.data, run.data, folder))
+    else:
+        world.agree(lambda: None)
+        corpus = prepare(run.settings.data, run.data, folder)
+    if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
+        raise DataError(
+            f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
+        )
+    return Feed(corpus.train, corpus.held_out, corpus)
+
+
+def _own(run: Run, world: World) -> Feed:
+    """`package.module:callable` returns a map-style data set, or a pair of them: training and held-out."""
+
+    def make() -> Feed:
+        made = resolve(run.settings.data, "run.data")()
+        train, held_out = made if isinstance(made, tuple) else (made, None)
+        for each in (train, held_out):
+            if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):
+                raise DataError(f"`{run.settings.data}` returned no data set with a length and items")
+        return Feed(train, held_out, None)
+
+    return world.agree(make)
+
+
+def held_out_batches(data: Dataset[Any], size: int, world: World, limit: int = 0) -> Iterator[Batch]:
+    """This rank's share of the first `limit` held-out samples (0: all), in equally many batches on every rank.
+
+    Where the samples do not divide, the last batches repeat a sample with targets that do not count.
+    """
+    samples = len(data)  # pyright: ignore[reportArgumentType]
+    samples = min(limit, samples) if limit else samples
+    for start in range(0, samples, size * world.size):
+        mine = range(start + world.rank * size, start + (world.rank + 1) * size)
+        batch = default_collate([data[min(index, samples - 1)] for index in mine])
+        if mine.stop > samples:
+            targets = batch["targets"] if isinstance(batch, dict) else batch[1]
+            targets[max(samples - mine.start, 0) :] = -100
+        yield moved(batch, world.device)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; copies from pinned memory do not wait."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: moved(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch

@@ -1,0 +1,117 @@
+"""Several workers on this host by torchrun's elastic agent, with every listener on loopback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+LOOPBACK = "127.0.0.1"
+GRACE = 600  # seconds that workers have to finish their step and save after a signal
+
+
+class LocalRendezvous(RendezvousHandler):
+    """A meeting of one: this host's agent, with a fresh store on loopback for each start of its workers.
+
+    Torch's own handlers let their store listen on every address of the machine.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "shoestring-local"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self.store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        self.store = None
+        return True
+
+
+def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
+    """Run `python -m shoestring COMMAND` as `workers` ranks of this host.
+
+    Args:
+        restarts: how often all workers are started again after one of them died.
+
+    Returns:
+        The exit code: 0, that of the worker that failed first, or 128 + the signal that ended all.
+    """
+    if "shoestring-local" not in registry._registry:
+        registry.register("shoestring-local", _handler)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=f"shoestring-{os.getpid()}",
+        rdzv_backend="shoestring-local",
+        rdzv_endpoint=LOOPBACK,
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        local_addr=LOOPBACK,
+        shutdown_timeout=GRACE,
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    try:
+        elastic_launch(config, sys.executable)("-m", "shoestring", *command)
+    except ChildFailedError as error:
+        return _explain(error)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LocalRendezvous(parameters.run_id)
+
+
+def _explain(error: ChildFailedError) -> int:
+    """Say which worker failed first and why, in the worker's own words where it left some."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
+        return 128 - failure.exitcode
+    if failure.message and failure.exitcode == 2:
+        sys.stderr.write(f"{failure.message}\n")
+    return failure.exitcode

@@ -1,0 +1,126 @@
+"""How fast a run goes: turns the clock, the loss and what features publish into the numbers of a step."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoestring.core.job import Job
+from shoestring.core.sink import Sink
+
+# Dense bf16 (fp16 before Ampere) peak in FLOP/s by device name, from the makers' data sheets. Longer names first.
+PEAKS = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak rate in FLOP/s, where it is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS if part in name), None)
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak so far: allocated on a GPU, resident of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class _Mark(NamedTuple):
+    time: float
+    tokens: int
+    waited: float
+
+
+class Meter:
+    """Writes one step's numbers to every sink, on the first rank.
+
+    A loss is read one step after it was computed, so that reading never stalls an accelerator.
+
+    Args:
+        flops_per_token: of a forward and backward pass, for MFU.
+        nats_to_bits: bits per byte for each nat per token of this corpus; 0 where that is unknown.
+    """
+
+    def __init__(self, job: Job, sinks: Sequence[Sink], flops_per_token: float, nats_to_bits: float) -> None:
+        self.job, self.sinks, self.nats_to_bits = job, sinks, nats_to_bits
+        peak = peak_flops(job.world.device)
+        self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
+        self.waited = 0.0
+        self.recent: deque[float] = deque(maxlen=64)
+        self._marks: deque[_Mark] = deque([_Mark(time.perf_counter(), job.progress.tokens, 0.0)], maxlen=16)
+        self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None
+
+    def step(self, loss: Tensor) -> None:
+        """Take the loss of the step just done."""
+        self._marks.append(_Mark(time.perf_counter(), self.job.progress.tokens, self.waited))
+        self.flush()
+        lr = self.job.built_optimizer.param_groups[0]["lr"]
+        self._pending = (self.job.progress.step, loss, {"lr": lr} | self.job.numbers)
+        if self.job.world.device.type == "cpu":
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is still held back."""
+        if self._pending is None:
+            return
+        (step, loss, numbers), self._pending = self._pending, None
+        value = float(loss)
+        self.recent.append(value)
+        values = {"loss": value} | {name: float(number) for name, number in numbers.items()}
+        if self.nats_to_bits:
+            values["bits_per_byte"] = value * self.nats_to_bits
+        self.write(step, values | self._pace())
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.write(step, values)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median pace of the last steps."""
+        times = [mark.time for mark in self._marks]
+        gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+        return gaps[len(gaps) // 2] if gaps else math.nan
+
+    def _pace(self) -> dict[str, float]:
+        first, last = self._marks[0], self._marks[-1]
+        seconds = last.time - first.time
+        rate = (last.tokens - first.tokens) / seconds
+        values = {
+            "tokens_per_second": rate,
+            "step_seconds": last.time - self._marks[-2].time,
+            "data_wait": (last.waited - first.waited) / seconds,
+            "memory_gib": memory_gib(self.job.world.device),
+        }
+        return values | ({"mfu": rate * self.mfu_per_rate} if self.mfu_per_rate else {})
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+            self.flush()

@@ -1,0 +1,234 @@
+"""The run file, typed: [run], [model], [data], and a table [area.technique] for each feature that is on.
+
+This is the only module that knows every area. It imports no torch, so a run file is checked in milliseconds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import import_module, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from shoestring.checkpoint import Plain
+from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam
+from shoestring.core.settings import structure
+from shoestring.data import Data
+
+if TYPE_CHECKING:
+    from shoestring.core.world import World
+
+AREAS = ("precision", "memory", "graph", "parallel", "comm", "optim", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The table [run]."""
+
+    model: str = "shoestring.models.gpt:tiny"
+    """What to train: `package.module:callable` that returns an nn.Module; its arguments stand in [model]."""
+    data: str = "python-stdlib"
+    """`python-stdlib`, paths or globs of .txt and .jsonl, a .tokens file, `hf:NAME`, or `package.module:callable`."""
+    loss: str = ""
+    """`package.module:callable` from (output, batch) to (sum, count); empty is the cross-entropy of next tokens."""
+    steps: int = 400
+    """Optimizer steps; not used where `minutes` is set."""
+    minutes: float = 0.0
+    """Train for about this long instead: the steps are set from the pace of the first ones."""
+    batch: int = 32
+    """Samples a step, over all ranks and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches whose gradients add up to one step."""
+    evaluate_every: int = 0
+    """Steps between evaluations on part of the held-out data; 0 evaluates at the end only."""
+    seed: int = 0
+    """Of the weights, the order of the data and everything else that is drawn."""
+    deterministic: bool = False
+    """Refuse operations whose results may differ from run to run."""
+    resume: bool | str = False
+    """`"auto"` goes on from the newest save if there is one, `true` insists on one, a path goes on from that."""
+    folder: str = ""
+    """Where everything is written; empty is a new folder under `runs/`."""
+    sinks: tuple[str, ...] = ()
+    """Where metrics go besides metrics.jsonl: `tensorboard` (extra)."""
+    prompts: tuple[str, ...] = ()
+    """What the samples of generated text at the end begin with."""
+    baselines: bool = False
+    """Compare the held-out bits per byte with gzip, xz and a 5-gram at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One resolved run file."""
+
+    name: str
+    settings: Settings = field(default_factory=Settings)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    features: tuple[Feature, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "steps"):
+            if getattr(self.settings, name) < 1:
+                raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")
+        for name in ("minutes", "evaluate_every", "seed"):
+            if getattr(self.settings, name) < 0:
+                raise ConfigError(f"`run.{name}` must not be negative, got {getattr(self.settings, name)}")
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The run as a document that `parse` reads back to an equal run."""
+        document: dict[str, Any] = {"run": asdict(self.settings), "model": dict(self.model), "data": asdict(self.data)}
+        for feature in self.features:
+            area, technique = feature.name.split(".")
+            document.setdefault(area, {})[technique] = asdict(feature)
+        return document
+
+    def dump(self) -> str:
+        return tomli_w.dumps(self.document)
+
+    def completed(self, world: World) -> Run:
+        """The run with the default owner of each seam that nobody owns: DDP, AdamW, a plain save."""
+        areas = {feature.name.split(".")[0] for feature in self.features}
+        owned = {seam for feature in self.features for seam in feature.seams}
+        sharded = {dim for feature in self.features if Seam.SHARD in feature.seams for dim in feature.over}
+        missing = []
+        if world.size > 1 and not sharded & {HOSTS, LOCAL}:
+            missing.append(technique("parallel", "ddp")())
+        if Seam.OPTIM not in owned:
+            missing.append(technique("optim", "adamw")())
+        if "checkpoint" not in areas:
+            missing.append(technique("checkpoint", "plain")())
+        features = sorted((*self.features, *missing), key=lambda feature: AREAS.index(feature.name.split(".")[0]))
+        return replace(self, features=tuple(features))
+
+    def placed(self, folder: Path) -> Run:
+        """The run with every folder that a feature writes to inside the run's own."""
+        placed = (
+            replace(feature, folder=str(folder / feature.folder)) if isinstance(feature, Plain) else feature
+            for feature in self.features
+        )
+        return replace(self, features=tuple(placed))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(source: str, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file, or the recipe of that name, with overrides from the command line.
+
+    Raises:
+        ConfigError: there is no such file, it is not TOML, or a key or value in it is wrong.
+    """
+    path = locate(source)
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read `{source}`: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{source}` is not TOML: {error}") from error
+    override(document, overrides)
+    return parse(document, name=path.parent.name if path.name == "run.toml" else path.stem, source=source)
+
+
+def locate(source: str) -> Path:
+    """The run file at a path, in a run folder, or in the packaged recipes."""
+    path = Path(source)
+    if path.is_dir() and (path / "run.toml").is_file():
+        return path / "run.toml"
+    if path.exists() or path.suffix or path.name != source:
+        if not path.is_file():
+            raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes())}")
+        return path
+    if source not in recipes():
+        raise ConfigError(f"there is no run file or recipe `{source}`", hint=nearest(source, recipes()))
+    return Path(str(resources.files("shoestring_recipes") / source / "run.toml"))
+
+
+def recipes() -> list[str]:
+    """The names of the recipes in the package."""
+    root = Path(str(resources.files("shoestring_recipes")))
+    return sorted(path.parent.name for path in root.glob("*/run.toml"))
+
+
+def override(document: dict[str, Any], flags: Sequence[str]) -> None:
+    """Apply `--area.technique.field value` (or `=value`) to a document; a name without dots belongs to [run].
+
+    Values are TOML, or plain strings where they are not.
+    """
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"unexpected argument `{flag}`", hint="overrides look like --area.technique.field value")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"`{flag}` needs a value", hint=f"for a switch: {flag} true")
+            value = rest.pop(0)
+        *tables, key = name.replace("-", "_").split(".")
+        table = document
+        for each in tables or ["run"]:
+            table = table.setdefault(each, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"`{flag}`: `{each}` is a value, not a table")
+        table[key] = _literal(value)
+
+
+def _literal(text: str) -> Any:  # noqa: ANN401
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the run file") -> Run:
+    """A document as a Run; every table and key is known and of its type, or a ConfigError says where and what is near."""
+    known = {"run", "model", "data", *AREAS}
+    for key, table in document.items():
+        if key not in known:
+            raise ConfigError(f"{source}: unknown table [{key}]", hint=nearest(key, known))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: `{key}` must be a table, got {table!r}", hint=f"write [{key}]")
+    return Run(
+        name=name,
+        settings=structure(document.get("run", {}), Settings, "run", source),
+        model=document.get("model", {}),
+        data=structure(document.get("data", {}), Data, "data", source),
+        features=tuple(
+            structure(values, technique(area, key, source), f"{area}.{key}", source)
+            for area in AREAS
+            for key, values in document.get(area, {}).items()
+        ),
+    )
+
+
+def techniques(area: str) -> dict[str, type[Feature]]:
+    """An area's techniques by their names in the run file."""
+    module = import_module(f"shoestring.{area}")
+    exported = [getattr(module, name) for name in module.__all__]
+    return {each.__name__.lower(): each for each in exported if isinstance(each, type) and is_dataclass(each)}
+
+
+def technique(area: str, key: str, source: str = "the run file") -> type[Feature]:
+    found = techniques(area)
+    if key not in found:
+        raise ConfigError(f"{source}: unknown technique [{area}.{key}]", hint=nearest(key, found))
+    return found[key]
+
+
+def keys() -> dict[str, type]:
+    """Every table that a run file may have, with the class of its settings."""
+    tables: dict[str, type] = {"run": Settings, "data": Data}
+    for area in AREAS:
+        tables |= {f"{area}.{name}": each for name, each in techniques(area).items()}
+    return tables
+
+
+def field_names(settings: type) -> list[str]:
+    return [each.name for each in fields(settings)]

@@ -1,0 +1,166 @@
+"""The loop: data, steps, evaluation, and an orderly end. Everything else is a feature at a seam."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from shoestring import build, ending, folder
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
+from shoestring.core.job import Job, call_model, compose, cross_entropy
+from shoestring.core.kept import Progress
+from shoestring.core.trace import Trace, span
+from shoestring.core.world import World
+from shoestring.data.loader import Loader
+from shoestring.evaluation import evaluate
+from shoestring.feed import Feed, feed, moved
+from shoestring.meter import Meter
+from shoestring.run import Run
+
+log = logging.getLogger("shoestring")
+
+PACE_STEPS = 12  # steps after which the pace is known well enough to set the number of steps
+REPLAN = 50  # steps between corrections of that number, in the first half of the run
+PART = 64  # held-out samples of an evaluation during the run
+
+
+def train(run: Run, world: World) -> ending.Result:
+    """Run `run` on this rank of `world`; every rank calls it.
+
+    Raises:
+        ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
+    """
+    run = run.completed(world)
+    path = Path(world.decide(lambda: str(folder.claim(run))))
+    run = run.placed(path)
+    data = feed(run, world, path)
+    with ExitStack() as stack:
+        trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
+        job = stack.enter_context(_job(run, world, data, trace))
+        loader = _loader(run, world, data)
+        job.keep("loader", loader)
+        resumed = _resume(job, run)
+        meter = stack.enter_context(ending.metered(job, run, data, path))
+        for line in ending.opening(job, run, data, path, resumed):
+            log.info(line)
+        stack.enter_context(_signals(job))
+        world.barrier()
+        trace.align()
+        with _explained(job):
+            seconds = _loop(job, loader, meter, run, data)
+            return ending.close(job, run, data, path, seconds, meter)
+
+
+def _job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
+    settings = run.settings
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+    model = build.model(settings.model, run.model, data.offered, settings.seed).to(world.device)
+    loss = build.resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
+    progress = Progress(total=0 if settings.minutes else settings.steps)
+    job = compose(Job(model, call_model, loss, progress=progress, world=world, trace=trace), run.features)
+    # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between them.
+    torch.manual_seed(settings.seed * 1_000_003 + world.rank)
+    return job
+
+
+def _loader(run: Run, world: World, data: Feed) -> Loader:
+    return Loader(
+        data.train,
+        batch=run.settings.batch,
+        rank=world.rank,
+        size=world.size,
+        accumulate=run.settings.accumulate,
+        seed=run.settings.seed,
+        workers=run.data.workers,
+    )
+
+
+def _resume(job: Job, run: Run) -> int | None:
+    """The step that was resumed from, if any."""
+    resume = run.settings.resume
+    if resume is False:
+        return None
+    if job.restore is None:
+        raise ConfigError("`run.resume` is set, but no feature saves", hint="add [checkpoint.plain]")
+    step = job.restore(resume if isinstance(resume, str) else "auto")
+    if step is None and resume is True:
+        raise CheckpointError("`run.resume` is true, but there is no save", hint='"auto" starts where there is none')
+    if not run.settings.minutes:
+        job.progress.total = run.settings.steps
+    return step
+
+
+def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float:
+    """Train until the total or a signal; the seconds it took."""
+    job.model.train()
+    batches, began = iter(loader), time.perf_counter()
+    first = job.progress.step
+    while not job.stopping and not 0 < job.progress.total <= job.progress.step:
+        with span("data", "wait") as waiting:
+            micro = [moved(batch, job.world.device) for batch in next(batches)]
+        meter.waited += time.perf_counter() - waiting.began
+        meter.step(job.step(*micro))
+        done = job.progress.step - first
+        if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job))):
+            _plan(job, run, meter, time.perf_counter() - began)
+        if run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0:
+            meter.write(job.progress.step, evaluate(job, run, data, PART))
+    return time.perf_counter() - began
+
+
+def _early(job: Job) -> bool:
+    return 2 * job.progress.step < job.progress.total
+
+
+def _plan(job: Job, run: Run, meter: Meter, spent: float) -> None:
+    """Set the number of steps from the pace, so that training takes about `run.minutes`."""
+
+    def total() -> int:
+        left = max(run.settings.minutes * 60 - spent, 0.0)
+        return job.progress.step + max(1, int(left / meter.seconds_per_step))
+
+    job.progress.total = job.world.decide(total)
+
+
+@contextmanager
+def _signals(job: Job) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the run after the current step; the second takes its usual course."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(number: int, _: object) -> None:
+        log.info("%s: ending after this step, and saving", signal.Signals(number).name)
+        job.stop()
+        restore()
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _explained(job: Job) -> Iterator[None]:
+    """Turn running out of memory into an error that names the knobs."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ShoestringError(
+            f"out of memory on {job.world.device} at step {job.progress.step + 1}",
+            hint="raise run.accumulate, lower run.batch or data.sequence, or add [memory.recompute]",
+        ) from error
