@@ -32,7 +32,10 @@ def compare(a: Path, b: Path, out: Path) -> tuple[str, Path]:
         ("Settings that differ", "From the resolved run files.", (), settings),
         ("Versions that differ", "From what each run wrote about its environment.", (), versions),
     )
-    text = [f"{letter}  {name}  {digest.status(run)}" for letter, name, run in zip("AB", names, runs, strict=True)]
+    text = [
+        _printable(f"{letter}  {name}  {digest.status(run)}")
+        for letter, name, run in zip("AB", names, runs, strict=True)
+    ]
     parts: list[Markup] = []
     for title, caption, more, rows in blocks:
         text += ["", title.lower(), *_aligned(rows)]
@@ -94,8 +97,13 @@ def _change(a: float | None, b: float | None) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as padded columns; characters that could steer a terminal are replaced."""
-    clean = [["".join(c if c.isprintable() else "�" for c in cell) for cell in row] for row in rows] or [["none"]]
+    """Rows as padded columns."""
+    clean = [[_printable(cell) for cell in row] for row in rows] or [["none"]]
     widths = [max(len(cell) for cell in column) for column in zip(*clean, strict=True)]
     padded = (zip(row, widths, strict=True) for row in clean)
     return [("  " + "  ".join(f"{cell:<{width}}" for cell, width in cells)).rstrip() for cells in padded]
+
+
+def _printable(text: str) -> str:
+    """Names come from files: characters that could steer a terminal are replaced."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

@@ -35,7 +35,7 @@ class Console:
     others those that `every` divides, at most one each `pause` seconds. `NO_COLOR` and a dumb terminal are honoured.
 
     Args:
-        total: steps of the whole run, those before a resume included.
+        total: gives the steps of the whole run, those before a resume included; 0 while they are not known.
         every: lines only for multiples of this; 1 for all.
         pause: seconds that must pass between two ordinary lines.
         stream: where to write; standard error when None.
@@ -44,7 +44,7 @@ class Console:
 
     def __init__(
         self,
-        total: int,
+        total: Callable[[], int],
         *,
         every: int = 1,
         pause: float = 1.0,
@@ -57,20 +57,20 @@ class Console:
         self._printed = float("-inf")
         self._held_back = ""
         on_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._bar = _Bar(self._stream, total) if on_terminal else None
+        self._bar = _Bar(self._stream) if on_terminal else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show `values` (the keys of metrics.jsonl) of `step`, counted from 1."""
-        now = self._clock()
+        now, total = self._clock(), self._total()
         first = self._begun is None
         self._begun = self._begun or (step, now)
         facts, left = _facts(values), self._left(step, now)
-        line = " | ".join([f"step {step}/{self._total}", *facts, *left])
+        line = " | ".join([f"step {step}/{total or '?'}", *facts, *left])
         evaluated = any(key in values for key in _EVALUATION)
         if self._bar:
             # the time left comes first, because a narrow terminal cuts off the end
-            self._bar.show(step, " | ".join(left + facts), line if evaluated else "")
-        elif first or evaluated or step >= self._total or self._due(step, now):
+            self._bar.show(step, total, " | ".join(left + facts), line if evaluated else "")
+        elif first or evaluated or 0 < total <= step or self._due(step, now):
             self._print(line, now)
         else:
             self._held_back = line
@@ -92,29 +92,30 @@ class Console:
     def _left(self, step: int, now: float) -> list[str]:
         """The time left at the mean pace since this process's first step, evaluations and saves included."""
         begun_step, begun = self._begun or (step, now)
-        if step <= begun_step or step >= self._total:
+        total = self._total()
+        if step <= begun_step or step >= total:
             return []
-        return [f"eta {figures.duration((now - begun) / (step - begun_step) * (self._total - step))}"]
+        return [f"eta {figures.duration((now - begun) / (step - begun_step) * (total - step))}"]
 
 
 class _Bar:
     """The facts beside a bar that takes what room they leave; evaluations stay above it as lines."""
 
-    def __init__(self, stream: TextIO, total: int) -> None:
-        steps = Column(no_wrap=True, min_width=len(f"{total}/{total}"))
+    def __init__(self, stream: TextIO) -> None:
         columns = (
-            TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False, table_column=steps),
+            TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True, min_width=9)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4, max_width=30)),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
         self._progress = Progress(*columns, console=RichConsole(file=stream), expand=True)
-        self._task = self._progress.add_task("", total=total)
+        self._task = self._progress.add_task("", total=None, steps="")
         self._progress.start()
 
-    def show(self, step: int, facts: str, line: str) -> None:
+    def show(self, step: int, total: int, facts: str, line: str) -> None:
         if line:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._progress.update(self._task, completed=step, description=facts)
+        steps = f"{step}/{total or '?'}"
+        self._progress.update(self._task, completed=step, total=total or None, description=facts, steps=steps)
 
     def close(self) -> None:
         self._progress.stop()

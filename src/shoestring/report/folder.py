@@ -42,7 +42,7 @@ def read(folder: Path) -> RunFolder:
     if not any((folder / name).is_file() for name in ("run.toml", "metrics.jsonl")):
         raise ConfigError(f"{folder} is not a run folder: it has no run.toml and no metrics.jsonl")
     problems: list[str] = []
-    traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.json"), key=_rank_of)]
+    traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.jsonl"), key=_rank_of)]
     return RunFolder(
         path=folder,
         settings=_document(folder / "run.toml", problems),
@@ -97,6 +97,8 @@ def _document(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text("utf-8", errors="replace")
+        if path.suffix == ".jsonl":  # a trace: its head has the totals
+            text = text.partition("\n")[0]
         value = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} could not be read: {error}")

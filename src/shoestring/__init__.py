@@ -1,0 +1,68 @@
+"""Train, shrink and serve large models on hardware you can afford.
+
+The names here are the public ones, imported when first used:
+
+    import shoestring as ss
+    job = ss.compose(ss.Job(model), [ss.optim.Clip(max_norm=1.0)])
+    for batch in loader:
+        loss = job.step(batch)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision
+    from shoestring.build import load_model
+    from shoestring.core.feature import Feature, Phase, Seam
+    from shoestring.core.job import Job, attach, compose
+    from shoestring.core.trace import span
+    from shoestring.core.world import World, join
+
+_HOME = {
+    "Feature": "core.feature",
+    "Phase": "core.feature",
+    "Seam": "core.feature",
+    "Job": "core.job",
+    "attach": "core.job",
+    "compose": "core.job",
+    "span": "core.trace",
+    "World": "core.world",
+    "join": "core.world",
+    "load_model": "build",
+}
+_AREAS = ("checkpoint", "comm", "graph", "memory", "optim", "parallel", "precision")
+
+__all__ = [
+    "Feature",
+    "Job",
+    "Phase",
+    "Seam",
+    "World",
+    "attach",
+    "checkpoint",
+    "comm",
+    "compose",
+    "graph",
+    "join",
+    "load_model",
+    "memory",
+    "optim",
+    "parallel",
+    "precision",
+    "span",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _AREAS:
+        return import_module(f"shoestring.{name}")
+    if name in _HOME:
+        return getattr(import_module(f"shoestring.{_HOME[name]}"), name)
+    raise AttributeError(f"module `shoestring` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,237 @@
+"""The command line: verbs only. Importing this module imports no torch; each verb imports what it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+from shoestring.core.errors import ConfigError, ShoestringError
+
+Workers = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train what a run file says. Any key of it can be given as --area.technique.field VALUE; --field is --run.field."""
+
+    source: Positional[str]
+    """A run file, a run folder, or the name of a recipe (quickstart)."""
+    workers: Workers = 0
+    """Processes on this host: 0 is one a GPU, or one on a CPU; auto is one a GPU, or up to two on a CPU."""
+    restarts: int = 0
+    """How often to start all workers again after one died; set run.resume to "auto" with it."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides)
+        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        if workers > 1:
+            from shoestring.launch import launch
+
+            return launch(["train", self.source, *overrides], workers, self.restarts)
+        from shoestring.core.world import join
+        from shoestring.train import train
+
+        with join() as world:
+            _quiet(world.first)
+            result = train(resolved, world)
+        return 0 if result.status == "finished" else 130
+
+
+@dataclass(frozen=True)
+class Check:
+    """Say what a run file comes to: resolved settings, features in order, parameters, memory. Starts nothing."""
+
+    source: Positional[str]
+    """A run file, a run folder, or the name of a recipe."""
+    workers: int = 1
+    """For how many ranks."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+        from shoestring.estimate import check
+
+        print("\n".join(check(run.load(self.source, overrides), self.workers)))
+        return 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with a trained model, token by token."""
+
+    run: Positional[Path]
+    """A run folder, or a folder with a model in Hugging Face's Llama layout."""
+    prompt: str = "def "
+    """What the text begins with."""
+    tokens: int = 256
+    """How many tokens to write."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0 means all."""
+    top_p: float = 0.95
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring.generation import stream
+
+        sys.stdout.write(self.prompt)
+        for piece in stream(
+            self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed
+        ):  # fmt: skip
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Measure this cluster: devices, arithmetic, memory, disk, and the links between ranks."""
+
+    out: Path = Path("cluster.toml")
+    """Where to write what was measured."""
+    workers: Workers = "auto"
+    """Processes on this host, between which the link is measured; under torchrun, its own."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        if workers > 1:
+            from shoestring.launch import launch
+
+            return launch(["probe", "--out", str(self.out)], workers)
+        from shoestring.core.probe import probe
+        from shoestring.core.world import join
+
+        with join() as world:
+            _quiet(world.first)
+            cluster = probe(world, self.out.parent)
+            world.decide(lambda: cluster.write(self.out))
+            if world.first:
+                print(cluster)
+        return 0
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Say how two runs differ, and draw their curves over each other."""
+
+    one: Positional[Path]
+    """A run folder."""
+    other: Positional[Path]
+    """Another one."""
+    out: Path = Path("compare.html")
+    """The page to write."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import report
+
+        text, page = report.compare(self.one, self.other, self.out)
+        print(text)
+        logging.getLogger("shoestring").info("page: %s", page)
+        return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's report.html again, also while the run is going."""
+
+    run: Positional[Path]
+    """A run folder."""
+    trace: Path | None = None
+    """Also write the spans of all ranks here, as a Chrome trace for Perfetto."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import report
+        from shoestring.core.trace import Trace, chrome
+
+        print(report.write(self.run))
+        if self.trace is not None:
+            ranks = [Trace.read(path) for path in sorted(self.run.glob("trace-*.jsonl"))]
+            self.trace.write_text(json.dumps(chrome(ranks)))
+            print(self.trace)
+        return 0
+
+
+Verb = (
+    Annotated[Train, subcommand("train")]
+    | Annotated[Check, subcommand("check")]
+    | Annotated[Generate, subcommand("generate")]
+    | Annotated[Probe, subcommand("probe")]
+    | Annotated[Compare, subcommand("compare")]
+    | Annotated[Report, subcommand("report")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code. User errors are one line on stderr and code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [each for each in arguments if each != "--debug"]
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        verb, rest = tyro.cli(
+            Verb,  # pyright: ignore[reportArgumentType]
+            prog="shoestring",
+            description="Train, shrink and serve large models on hardware you can afford.",
+            args=arguments,
+            return_unknown_args=True,
+            config=(OmitArgPrefixes,),
+        )
+        if rest and not isinstance(verb, Train | Check):
+            raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
+        return verb(rest)
+    except ShoestringError as error:
+        if debug:
+            raise
+        return _fail(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _fail(error: ShoestringError) -> int:
+    """Tell the user; under an elastic agent tell the agent, which tells the user once for all ranks."""
+    kind, message, _ = error.described()
+    message = f"error: {message}"
+    if error.hint:
+        message += f"\n\nhint: {error.hint}"
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if told:
+        extra = {"py_callstack": kind, "timestamp": str(int(time.time()))}
+        Path(told).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    else:
+        sys.stderr.write(message + "\n")
+    return 2
+
+
+def _workers(asked: Workers) -> int:
+    if isinstance(asked, int) and asked < 0:
+        raise ConfigError(f"--workers must not be negative, got {asked}")
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    import torch
+
+    on_cpu = min(2, os.cpu_count() or 1) if asked == "auto" else 1
+    return torch.cuda.device_count() or on_cpu
+
+
+def _quiet(first: bool) -> None:
+    """Only the first rank speaks, unless something is wrong."""
+    if not first:
+        logging.getLogger("shoestring").setLevel(logging.WARNING)

@@ -1,0 +1,1 @@
+"""Recipes: run files that prove the features on real work."""

@@ -1,0 +1,202 @@
+"""The page: what it says, that nothing from outside becomes markup, and that it asks nobody for anything."""
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import re
+from html.parser import HTMLParser
+
+import pytest
+from conftest import HOSTILE
+
+from shoestring import report
+from shoestring.core.errors import ShoestringError
+from shoestring.report import page, sections
+
+
+class Outline(HTMLParser):
+    """Tags with their attributes, and what each pre, style and script holds."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self._inside = [], {"pre": [], "style": [], "script": []}, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag in self.text:
+            self.text[tag].append("")
+            self._inside = tag
+
+    def handle_endtag(self, tag):
+        if tag == self._inside:
+            self._inside = None
+
+    def handle_data(self, data):
+        if self._inside:
+            self.text[self._inside][-1] += data
+
+
+def written(folder):
+    return report.write(folder.path).read_text("utf-8")
+
+
+def test_the_page_says_what_happened(whole):
+    text = written(whole)
+    for phrase in (
+        "<h1>quickstart</h1>",
+        "✓ finished",
+        '<span class="number">1.91</span>',
+        "better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9",
+        "comm.bf16 saved 50% of bytes per step: 2.1 MB instead of 4.2 MB, measured; costs: rounding",
+        "default with 2 ranks",
+        "rank 1 on laptop",
+        "run.steps",
+        "versions.torch",
+        "bf16 is slow here",
+    ):
+        assert phrase in text, phrase
+
+
+def test_what_ran_where_gives_means_shares_and_each_rank(whole):
+    row = re.search(r'<tr><th scope="row">backward</th>.*?</tr>', written(whole))[0]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert cells[0] == "compute" and cells[1].endswith("42%</div>")  # 8.5 of 20 seconds
+    assert cells[2:] == ["40", "–", "8.500", "8.000", "9.000"]
+
+
+def test_many_ranks_are_shown_as_the_least_and_the_most(new):
+    text = written(new().metrics().summary().traces(ranks=9))
+    assert "least" in text and "rank 8" not in text
+
+
+def test_the_bars_are_sorted_and_mark_the_run(whole):
+    bars = re.search(r'<table class="bars">.*?</table>', written(whole))[0]
+    assert re.findall(r'<th scope="row">(.*?)</th>', bars) == [
+        "xz -9",
+        "this run, training",
+        "this run, held out",
+        "5-gram (Witten-Bell)",
+        "gzip -9",
+    ]
+    assert '<tr class="ours"><th scope="row">this run, held out' in bars
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"used": 3, "without": 4, "measured": False}, "f saved 25% of GiB: 3 instead of 4, computed, not measured"),
+        ({"used": 5, "without": 4, "measured": True}, "f cost 25% more GiB: 5 instead of 4, measured"),
+        ({"used": 5, "without": 0, "measured": True}, "f: GiB 5 instead of 0, measured"),
+        ({"used": "x", "cost": "time"}, "f: nothing is known of GiB; costs: time"),
+    ],
+)
+def test_a_saving_is_a_sentence(row, line):
+    assert sections.saving({"feature": "f", "unit": "GiB"} | row) == line
+
+
+def test_text_from_outside_stays_text(new):
+    folder = new(name=HOSTILE)
+    folder.settings(f"[x]\n{json.dumps(HOSTILE)} = {json.dumps(HOSTILE)}\n").metrics(
+        tail=json.dumps({"step": 1, HOSTILE: 1.0})
+    )
+    folder.traces(name=HOSTILE).put("environment.json", {"host": HOSTILE, "started": HOSTILE, HOSTILE: HOSTILE})
+    row = dict.fromkeys(("name", "prompt", "text", "host", "why", "device", HOSTILE), HOSTILE)
+    said = {key: [row] for key in ("samples", "features", "ranks")}
+    savings = [{"feature": HOSTILE, "unit": HOSTILE, "used": 1, "without": 2, "cost": HOSTILE}]
+    folder.summary(**said, savings=savings, status=HOSTILE, message=HOSTILE, notes=[HOSTILE], baselines={HOSTILE: 2.0})
+    text = written(folder)
+    outline = Outline(text)
+    assert not [tag for tag, _ in outline.tags if tag == "img"]
+    assert [tag for tag, _ in outline.tags].count("script") == 2
+    assert not [key for _, attributes in outline.tags for key in attributes if key.startswith("on") or key == "style"]
+    assert HOSTILE in "".join(outline.text["pre"]) and json.loads(outline.text["script"][0])["small"]
+    assert text.count("<!--") == 0
+
+
+def test_the_page_asks_nobody_for_anything(whole):
+    text = written(whole)
+    outline = Outline(text)
+    assert not {"link", "img", "iframe", "object", "embed", "base", "a", "video", "audio"} & {
+        tag for tag, _ in outline.tags
+    }
+    loading = {"src", "href", "srcset", "action", "data", "poster", "background", "formaction", "ping"}
+    assert not loading & {key for _, attributes in outline.tags for key in attributes}
+    style, script = "".join(outline.text["style"]), outline.text["script"][1]
+    assert not re.search(r"url\(|@import|https?:", style)
+    assert not re.search(r"fetch\(|XMLHttp|import\(|WebSocket|sendBeacon|new Image|innerHTML|eval\(", script)
+    assert re.findall(r"https?:[^\"]*", script) == ["http://www.w3.org/2000/svg"]  # a name, not an address
+
+
+def test_the_policy_lets_only_this_style_and_this_script_in(whole):
+    outline = Outline(written(whole))
+    policy = next(attributes["content"] for _, attributes in outline.tags if "http-equiv" in attributes)
+    for directive, body in (("style-src", outline.text["style"][0]), ("script-src", outline.text["script"][1])):
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+
+
+def test_the_parts_of_the_page_stay_small():
+    script = page._part("page.js")
+    assert len(script.splitlines()) <= 350 and "</script" not in script and "\r" not in script
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_has_hardly_begun_has_a_page(new, steps):
+    text = written(new(steps=steps).metrics(tail='{"step": 2, "lo'))
+    assert "no summary" in text and "1 unreadable line left out" in text
+    assert ("No loss has been logged yet." in text) == (steps == 0)
+
+
+def test_wrong_types_in_the_summary_are_no_error(new):
+    odd = [None, 1, "x", [], {}, [1, None, {}], {"a": None}, True, 1e999]
+    keys = json.loads((new().summary().path / "summary.json").read_text())
+    for value in odd:
+        assert "</html>" in written(new().metrics().summary(**dict.fromkeys(keys, value)))
+
+
+def test_the_page_is_replaced_whole_or_not_at_all(whole, monkeypatch):
+    before = written(whole)
+    files = set(whole.path.iterdir())
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    whole.summary(message="another")
+    with pytest.raises(ShoestringError, match=r"cannot write .*report\.html: No space left"):
+        report.write(whole.path)
+    assert (whole.path / "report.html").read_text("utf-8") == before
+    assert set(whole.path.iterdir()) == files
+
+
+def test_comparing_says_what_differs(new):
+    a = new("a").metrics().summary()
+    b = new("b", steps=80).metrics().summary(bits_per_byte={"training": 1.8, "held out": 1.719})
+    a.put("environment.json", {"versions": {"torch": "2.13.0", "numpy": "2"}, "host": "one"})
+    b.put("environment.json", {"versions": {"torch": "2.11.0", "numpy": "2"}, "host": "two"})
+    text, path = report.compare(a.path, b.path, a.path.parent / "compared.html")
+    lines = {tuple(line.split()) for line in text.splitlines()}
+    assert ("run.steps", "40", "80") in lines and ("versions.torch", "2.13.0", "2.11.0") in lines
+    assert ("held-out", "bits", "per", "byte", "1.91", "1.719", "-10.00%") in lines
+    assert "numpy" not in text and "optim.adamw.lr" not in text
+    assert text.startswith("A  quickstart (a)  finished\nB  quickstart (b)  finished\n")
+    shown = path.read_text("utf-8")
+    labels = [line["label"] for line in json.loads(Outline(shown).text["script"][0])["large"][0]["lines"]]
+    assert labels == ["A training", "A held out", "B training", "B held out"]
+
+
+def test_a_comparison_cannot_steer_the_terminal(new):
+    a, b = new("a", name="x\x1b[31m").metrics(), new("b").metrics()
+    text, _ = report.compare(a.path, b.path, a.path.parent / "compared.html")
+    assert "\x1b" not in text
+
+
+def test_runs_of_equal_settings_differ_in_nothing(new):
+    a, b = new("a").metrics(), new("b").metrics()
+    text, _ = report.compare(a.path, b.path, a.path.parent / "compared.html")
+    assert "settings that differ\n  none" in text and "versions that differ\n  none" in text
+    assert re.search(r"training loss .* equal", text)
