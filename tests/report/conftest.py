@@ -81,6 +81,12 @@ class Folder:
 
 
 @pytest.fixture
+def hostile():
+    """Text that would run, were it taken for markup."""
+    return HOSTILE
+
+
+@pytest.fixture
 def new(tmp_path):
     """A function that begins a run folder: new("a", steps=3)."""
     return lambda folder="run", /, **fields: Folder(tmp_path / folder, **fields).settings()

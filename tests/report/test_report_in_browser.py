@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import HOSTILE
 
 from shoestring import report
 
@@ -39,34 +38,36 @@ def opened(path, scratch):
     return dom, {each["url"] for each in by_page if "url" in each}
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_the_policy_stops_what_would_be_injected(whole, tmp_path, guarded):
-    text = report.write(whole.path).read_text("utf-8").replace("<main>", f"<main>{INJECTED}")
-    if not guarded:  # the same page without its policy shows that this test can see a request
+def injected(folder, scratch, policy=True):
+    """The folder's page with foreign markup in it, with or without the page's policy."""
+    text = report.write(folder.path).read_text("utf-8").replace("<main>", f"<main>{INJECTED}")
+    if not policy:
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    (tmp_path / "injected.html").write_text(text, "utf-8")
-    dom, asked = opened(tmp_path / "injected.html", tmp_path)
-    assert 'data-ready="true"' in dom
-    assert ('data-pwned="yes"' in dom) != guarded
-    assert asked == (set() if guarded else {"http://tracker.example/x.png"})
+    path = scratch / "injected.html"
+    path.write_text(text, "utf-8")
+    return path
 
 
-def test_a_run_is_drawn_and_nothing_is_asked(whole, tmp_path):
-    dom, asked = opened(report.write(whole.path), tmp_path)
+def test_a_run_is_drawn_and_nothing_is_asked_whatever_came_in(whole, tmp_path):
+    dom, asked = opened(injected(whole, tmp_path), tmp_path)
     assert 'data-ready="true"' in dom
     assert len(re.findall(r'role="slider"', dom)) == 6  # two large charts and four small ones
-    assert re.search(r'<path class="line t0 thin" d="M[\d. ]+L', dom) and re.search(
-        r'<path class="line t1 dots" d="M', dom
-    )
+    for curve in ("t0 thin", "t1 dots"):
+        assert re.search(rf'<path class="line {curve}" d="M[\d. ]+L', dom)
     assert re.search(r'aria-label="Bits per byte, by step: 44 points of training, held out', dom)
-    assert asked == set()
+    assert asked == set() and 'data-pwned="yes"' not in dom
 
 
-def test_ugly_data_is_drawn_as_text(new, tmp_path):
-    folder = new(name=HOSTILE).metrics(
-        loss=lambda step: math.nan if step > 20 else 1.0, tail=json.dumps({"step": 1, HOSTILE: 1.0})
+def test_without_the_policy_the_same_page_would_ask(whole, tmp_path):
+    dom, asked = opened(injected(whole, tmp_path, policy=False), tmp_path)
+    assert asked == {"http://tracker.example/x.png"} and 'data-pwned="yes"' in dom
+
+
+def test_ugly_data_is_drawn_as_text(new, hostile, tmp_path):
+    folder = new(name=hostile).metrics(
+        loss=lambda step: math.nan if step > 20 else 1.0, tail=json.dumps({"step": 1, hostile: 1.0})
     )
-    folder.summary(status="failed", samples=[{"prompt": HOSTILE, "text": HOSTILE}], baselines={HOSTILE: 0.5})
+    folder.summary(status="failed", samples=[{"prompt": hostile, "text": hostile}], baselines={hostile: 0.5})
     dom, asked = opened(report.write(folder.path), tmp_path)
     assert 'data-ready="true"' in dom and 'data-pwned="yes"' not in dom.split("<head>")[0]
     assert "× not a finite number, first NaN at step 21" in dom

@@ -9,7 +9,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from conftest import HOSTILE
 
 from shoestring import report
 from shoestring.core.errors import ShoestringError
@@ -97,22 +96,22 @@ def test_a_saving_is_a_sentence(row, line):
     assert sections.saving({"feature": "f", "unit": "GiB"} | row) == line
 
 
-def test_text_from_outside_stays_text(new):
-    folder = new(name=HOSTILE)
-    folder.settings(f"[x]\n{json.dumps(HOSTILE)} = {json.dumps(HOSTILE)}\n").metrics(
-        tail=json.dumps({"step": 1, HOSTILE: 1.0})
+def test_text_from_outside_stays_text(new, hostile):
+    folder = new(name=hostile)
+    folder.settings(f"[x]\n{json.dumps(hostile)} = {json.dumps(hostile)}\n").metrics(
+        tail=json.dumps({"step": 1, hostile: 1.0})
     )
-    folder.traces(name=HOSTILE).put("environment.json", {"host": HOSTILE, "started": HOSTILE, HOSTILE: HOSTILE})
-    row = dict.fromkeys(("name", "prompt", "text", "host", "why", "device", HOSTILE), HOSTILE)
+    folder.traces(name=hostile).put("environment.json", {"host": hostile, "started": hostile, hostile: hostile})
+    row = dict.fromkeys(("name", "prompt", "text", "host", "why", "device", hostile), hostile)
     said = {key: [row] for key in ("samples", "features", "ranks")}
-    savings = [{"feature": HOSTILE, "unit": HOSTILE, "used": 1, "without": 2, "cost": HOSTILE}]
-    folder.summary(**said, savings=savings, status=HOSTILE, message=HOSTILE, notes=[HOSTILE], baselines={HOSTILE: 2.0})
+    savings = [{"feature": hostile, "unit": hostile, "used": 1, "without": 2, "cost": hostile}]
+    folder.summary(**said, savings=savings, status=hostile, message=hostile, notes=[hostile], baselines={hostile: 2.0})
     text = written(folder)
     outline = Outline(text)
     assert not [tag for tag, _ in outline.tags if tag == "img"]
     assert [tag for tag, _ in outline.tags].count("script") == 2
     assert not [key for _, attributes in outline.tags for key in attributes if key.startswith("on") or key == "style"]
-    assert HOSTILE in "".join(outline.text["pre"]) and json.loads(outline.text["script"][0])["small"]
+    assert hostile in "".join(outline.text["pre"]) and json.loads(outline.text["script"][0])["small"]
     assert text.count("<!--") == 0
 
 
