@@ -36,7 +36,7 @@ class Data:
         smallest = BYTES + 2
         if self.tokenizer == "bpe" and self.vocabulary < smallest:
             raise ConfigError(
-                f"data.vocabulary is {self.vocabulary}, below the {smallest} that 256 bytes, end-of-text and a merge need",
+                f"data.vocabulary is {self.vocabulary}, below {smallest}: 256 bytes, end-of-text and one merge",
                 hint='raise it, or set data.tokenizer = "bytes"',
             )
         if self.sequence < 1:

@@ -184,7 +184,7 @@ def _write(reader: Source, settings: Data, folder: Path, recipe: str) -> None:
         for documents, encoded in _encoded(tokenizer, survey.unique(reader.documents())):
             for document, tokens in zip(documents, encoded, strict=True):
                 writer = held_out if document.key < survey.cut else train
-                writer.append(np.concatenate([[tokenizer.end], tokens]), size=len(document.text.encode()))
+                writer.append(np.concatenate([[tokenizer.end_of_text], tokens]), size=len(document.text.encode()))
         for writer, name in ((train, "training"), (held_out, "held-out")):
             _check_length(writer.tokens, name, settings)
             writer.finish(tokenizer=tokenizer.hash, recipe=recipe, skipped=reader.skipped, duplicates=survey.duplicates)
@@ -262,7 +262,7 @@ def _check_tokenizer(path: Path, header: Header, tokenizer: Tokenizer) -> None:
 
 def _tail_held_out(path: Path, header: Header, tokenizer: Tokenizer, settings: Data) -> Corpus:
     whole = TokenDataset(path, settings.sequence)
-    starts = np.flatnonzero(whole.ids == tokenizer.end)
+    starts = np.flatnonzero(whole.ids == tokenizer.end_of_text)
     wanted = (1 - settings.held_out) * header.tokens
     cut = int(starts[np.abs(starts - wanted).argmin()]) if len(starts) else 0
     _check_length(cut, "training", settings)

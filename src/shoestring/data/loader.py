@@ -7,7 +7,7 @@ version changes it. Global sample g is number g mod N of epoch g div N: a batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +19,6 @@ from shoestring.core.errors import ConfigError, DataError
 Batch = dict[str, Tensor]
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-class Samples(Protocol):
-    """A map-style data set: samples are dicts of tensors; `__getitems__` and `fingerprint` are used where present."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Mapping[str, Tensor]: ...
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -47,18 +40,20 @@ def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
 class _Identified(Dataset[Any]):
     """A data set whose fetched batches also hold the ids of their samples."""
 
-    def __init__(self, dataset: Samples) -> None:
+    def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, ids: Sequence[int]) -> tuple[Sequence[int], Sequence[Mapping[str, Tensor]]]:
-        fetch: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None
+    def __getitems__(self, ids: Sequence[int]) -> tuple[Sequence[int], list[Any]]:
+        fetch: Callable[[Sequence[int]], list[Any]] | None
         fetch = getattr(self.dataset, "__getitems__", None)  # torch's own optional protocol
         return ids, fetch(ids) if fetch else [self.dataset[index] for index in ids]
 
 
-def _collate(fetched: tuple[Sequence[int], Sequence[Mapping[str, Tensor]]]) -> Batch:
+def _collate(fetched: Any) -> Any:
+    """Stack the samples that `_Identified` fetched, and add their ids to a dict."""
     ids, samples = fetched
-    return {**default_collate(list(samples)), "ids": torch.tensor(ids, dtype=torch.int64)}
+    batch = default_collate(samples)
+    return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
 
 
 class Loader:
@@ -73,7 +68,8 @@ class Loader:
     One iteration at a time; `close` ends the workers.
 
     Args:
-        dataset: any map-style data set of dicts of tensors.
+        dataset: any map-style data set with a length. Samples that are no dicts (tuples, say) are stacked as
+            `default_collate` does, without ids. Its `fingerprint`, where it has one, goes into the state.
         batch: samples of an optimizer step, over all ranks.
         rank: this process.
         size: processes that share the batch.
@@ -89,7 +85,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Samples,
+        dataset: Dataset[Any],
         *,
         batch: int,
         rank: int = 0,
@@ -100,7 +96,7 @@ class Loader:
         context: str | None = None,
     ) -> None:
         _check(batch, rank, size, accumulate)
-        self.samples = len(dataset)
+        self.samples = _length(dataset)
         if self.samples == 0:
             raise DataError("the data set has no samples", hint="use more text or a smaller data.sequence")
         self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate
@@ -197,19 +193,23 @@ class _Endless:
         return self.batches()
 
 
-def sweep(dataset: Samples, *, batch: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
     """Every sample once, in order, for evaluation: each rank its own contiguous share, at most `batch` at a time.
 
     The last part of a share may be smaller, and a share empty.
     """
-    _check(batch, rank, 1 if size < 1 else size, 1, whole=False)
-    samples, identified = len(dataset), _Identified(dataset)
+    _check(batch, rank, size, 1, whole=False)
+    samples, identified = _length(dataset), _Identified(dataset)
     start, stop = rank * samples // size, (rank + 1) * samples // size
     for first in range(start, stop, batch):
         yield _collate(identified.__getitems__(range(first, min(first + batch, stop))))
 
 
-def _fingerprint(dataset: Samples) -> str:
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # pyright: ignore[reportArgumentType] (torch leaves __len__ out of Dataset)
+
+
+def _fingerprint(dataset: Dataset[Any]) -> str:
     return str(getattr(dataset, "fingerprint", ""))
 
 

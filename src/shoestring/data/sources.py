@@ -230,7 +230,7 @@ class HuggingFace(Source):
                 yield Document(key_of(text), text)
 
 
-def _load(path: str, config: str | None, split: str) -> Any:  # noqa: ANN401 (the type is an extra's)
+def _load(path: str, config: str | None, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:

@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.files import write_atomic
 from shoestring.data import BYTES
 
 END = "<|endoftext|>"
@@ -42,10 +43,11 @@ class Tokenizer:
         engine.no_truncation()
         self.engine = engine
         self.vocab_size: int = engine.get_vocab_size()
-        ends = [token for token in _ENDS if engine.token_to_id(token) is not None]
-        if not ends:
+        end = next((token for token in map(engine.token_to_id, _ENDS) if token is not None), None)
+        if end is None:
             raise DataError(f"{origin} has no end-of-text token", hint=f"add one of {', '.join(_ENDS)}")
-        self.end: int = engine.token_to_id(ends[0])
+        self.end_of_text: int = end
+        """Id of the token before every document."""
         if (back := self.decode(self.encode(_PROBE))) != _PROBE:
             raise DataError(
                 f"{origin} loses text: {_PROBE!r} comes back as {back!r}", hint="use a byte-level tokenizer"
@@ -68,21 +70,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, end-of-text tokens left out; ids that are no valid UTF-8 give replacement characters."""
-        return self.engine.decode([i for i in ids if i != self.end], skip_special_tokens=False)
+        return self.engine.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
 
     def decode_documents(self, ids: np.ndarray) -> list[str]:
         """Texts of the documents in `ids`, (n,), each preceded by the end-of-text token."""
-        pieces = np.split(ids, np.flatnonzero(ids == self.end))
-        documents = [piece[1:] if len(piece) and piece[0] == self.end else piece for piece in pieces]
+        pieces = np.split(ids, np.flatnonzero(ids == self.end_of_text))
+        documents = [piece[1:] if len(piece) and piece[0] == self.end_of_text else piece for piece in pieces]
         kept = [document.tolist() for document in documents if len(document)]
         with single_threaded():
             return self.engine.decode_batch(kept, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, complete or not at all."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        partial.write_text(self.engine.to_str(pretty=True), encoding="utf-8")
-        partial.replace(path)
+        write_atomic(path, self.engine.to_str(pretty=True).encode())
 
 
 @contextlib.contextmanager

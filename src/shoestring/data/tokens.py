@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.files import sync_folder
 
 MAGIC = b"SSTOKENS"
 VERSION = 1
@@ -96,6 +97,7 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self.path)
+        sync_folder(self.path.parent)
         return header
 
     def __enter__(self) -> TokenWriter:
@@ -225,6 +227,11 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         """Equal if and only if the samples are."""
         layout = f"{self.start}-{self.stop}/{self.sequence}{'+' if self.pad_last else ''}"
         return f"{self.header.fingerprint}:{layout}"
+
+    @property
+    def targets(self) -> int:
+        """Targets in all samples: the count that a mean loss is over."""
+        return self.tokens - 1 if self.pad_last else len(self) * self.sequence
 
     @property
     def ids(self) -> np.ndarray:
