@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,11 +59,15 @@ class HostSpec:
     """Size of the scratch disk."""
     shared: Path | None = None
     """Folder of the machine that all hosts see as `SHARED`; None: there is none."""
+    delay: float = 0.0
+    """Seconds from any host to any other, one way, half of them at each end."""
 
     def __post_init__(self) -> None:
         for name in ("shm", "disk"):
             if not re.fullmatch(r"[1-9]\d*[kmg]?", getattr(self, name)):
                 raise ConfigError(f"netlab: {name}={getattr(self, name)!r} is not a size", hint='write "512m" or "2g"')
+        if not 0 <= self.delay <= 10:
+            raise ConfigError(f"netlab: delay={self.delay} is not in 0 … 10 seconds", hint="0.02 is 20 ms, one way")
         if self.shared is not None and not self.shared.is_dir():
             raise ConfigError(f"netlab: shared={str(self.shared)!r} is not a folder")
 
@@ -75,7 +80,7 @@ class Host:
     init: Identity
     pid_namespace: str
     disk: str
-    waiter: subprocess.Popen[str] = field(repr=False)
+    waiters: tuple[subprocess.Popen[str], ...] = field(repr=False)
 
     @classmethod
     def start(cls, number: int, spec: HostSpec, *, switch: int, folder: Path, logs: Path) -> Host:
@@ -90,8 +95,10 @@ class Host:
         waiter, pid = spawn(
             ["nsenter", "--target", str(switch), "--pid", *isolated, "sh", "-c", _START, "sh", *arguments]
         )
-        identity = Identity.of(pid)
-        return cls(number=number, init=identity, pid_namespace=namespace(pid), disk=spec.disk, waiter=waiter)
+        identity, waiters = Identity.of(pid), (waiter,)
+        if spec.delay:
+            waiters += (start_relay(pid, f"h{number}", spec.delay / 2),)
+        return cls(number=number, init=identity, pid_namespace=namespace(pid), disk=spec.disk, waiters=waiters)
 
     def path(self, path: str | Path) -> Path:
         """Where the machine sees a path of this host's, such as `/dev/shm/x`."""
@@ -113,12 +120,19 @@ class Host:
     def stop(self) -> None:
         """Kill all its processes at once, as power loss does."""
         self.init.kill()
-        self.waiter.wait()
+        for waiter in self.waiters:
+            waiter.wait()
 
 
 def enter(pid: int) -> list[str]:
     """The command prefix that runs a program on the host whose first process is `pid`."""
     return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
+
+
+def inside(pid: int, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` there, in the folder that this process is in."""
+    # Entering a mount namespace loses the folder, so a shell goes back to it.
+    return [*enter(pid), "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(Path.cwd()), *command]
 
 
 def start_switch() -> tuple[subprocess.Popen[str], int]:
@@ -129,6 +143,13 @@ def start_switch() -> tuple[subprocess.Popen[str], int]:
         return spawn([*unshare("--net"), sys.executable, "-I", "-S", str(watch), str(owner)], pass_fds=(owner,))
     finally:
         os.close(owner)
+
+
+def start_relay(init: int, name: str, delay: float) -> subprocess.Popen[str]:
+    """Start the relay of the host whose first process is `init`, with whose other processes it ends."""
+    relay = Path(__file__).with_name("relay.py")
+    inside = ["nsenter", "--target", str(init), "--net", "--pid"]
+    return spawn([*inside, sys.executable, "-I", "-S", str(relay), name, str(delay)])[0]
 
 
 def spawn(command: list[str], *, pass_fds: tuple[int, ...] = ()) -> tuple[subprocess.Popen[str], int]:

@@ -10,13 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoestring.core.errors import WorldError
-from shoestring.testing.netlab.hosts import LOGS, Host, enter
+from shoestring.testing.netlab.hosts import LOGS, Host, inside
 from shoestring.testing.netlab.machine import Identity, parent, processes
 
 MARK = "SHOESTRING_LAB_JOB"  # in the environment of a job's processes, so that all can be found, whoever started them
-
-# Arguments: the folder to start in, then the command. Entering a mount namespace loses the folder.
-_IN_FOLDER = 'cd "$1" && shift && exec "$@"'
 
 
 class Job:
@@ -44,10 +41,9 @@ class Job:
         if host in self._running and self._running[host][1].poll() is None:
             raise WorldError(f"netlab: the job still runs on host{host}")
         there = self._hosts(host)
-        shell = ["sh", "-c", _IN_FOLDER, "sh", str(Path.cwd()), *self._command(host)]
         with self.log(host).open("ab") as log:
             process = subprocess.Popen(
-                [*enter(there.init.pid), *shell],
+                inside(there.init.pid, self._command(host)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -138,7 +134,9 @@ class Job:
         return "".join(f"\n--- host{host}\n" + "\n".join(lines) for host, lines in tails.items() if lines)
 
 
-def torchrun(job: str, *, python: str, nnodes: str, endpoint: str, nproc: int, restarts: int) -> Callable[[int], list[str]]:
+def torchrun(
+    job: str, *, python: str, nnodes: str, endpoint: str, nproc: int, restarts: int
+) -> Callable[[int], list[str]]:
     """The torchrun command for each host, up to the script: c10d rendezvous at `endpoint`, output by rank in files."""
     options = {
         "--nnodes": nnodes,

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from shoestring.testing.netlab.machine import HINT, Identity, netlab_available
 class Lab:
     """Running hosts, numbered; made by `netlab`. Not for use from several threads at once."""
 
-    def __init__(self, folder: Path, switch: int, spec: HostSpec, rate: str | None, logs: Path) -> None:
+    def __init__(
+        self, folder: Path, switch: Identity, spec: HostSpec, rate: str | None, logs: Path, *, kept: bool
+    ) -> None:
         self.logs = logs
         self._folder, self._switch, self._spec, self._rate = folder, switch, spec, rate
         self._hosts: dict[int, Host] = {}
         self._jobs: list[Job] = []
-        self._record = replace(records.Record.mine(), switch=Identity.of(switch))
+        self._record = replace(records.Record.mine(), switch=switch, kept=kept)
         self._record.write(folder)
 
     @property
@@ -44,9 +46,9 @@ class Lab:
             raise WorldError(f"netlab: there is a host{host} already")
         if not 0 <= host < links.MOST_HOSTS:
             raise ConfigError(f"netlab: host {host} is not in 0 … {links.MOST_HOSTS - 1}")
-        fresh = Host.start(host, self._spec, switch=self._switch, folder=self._folder, logs=self.logs)
+        fresh = Host.start(host, self._spec, switch=self._switch.pid, folder=self._folder, logs=self.logs)
         self._hosts[host] = fresh
-        links.plug(self._switch, host, fresh.init.pid)
+        links.plug(self._switch.pid, host, fresh.init.pid, relayed=self._spec.delay > 0)
         if self._rate is not None:
             self.rate(host, self._rate)
         self._save()
@@ -54,7 +56,7 @@ class Lab:
     def remove(self, host: int) -> None:
         """Lose a host as when its power goes: its peers get no farewell, its processes, memory and disk are gone."""
         gone = self._host(host)
-        links.unplug(self._switch, host)  # first, or the dying processes' sockets would say goodbye
+        links.unplug(self._switch.pid, host)  # first, or the dying processes' sockets would say goodbye
         gone.stop()
         del self._hosts[host]
         self._save()
@@ -68,20 +70,20 @@ class Lab:
             if text is not None:
                 links.bits_per_second(text)
         links.shape(self._host(host).init.pid, "eth0", rate)
-        links.shape(self._switch, f"h{host}", down or rate)
+        links.shape(self._switch.pid, f"h{host}", down or rate)
 
     def cut(self, host: int) -> None:
         """Pull a host's cable; it runs on alone."""
         self._host(host)
-        links.cut(self._switch, host)
+        links.cut(self._switch.pid, host)
 
     def mend(self, host: int) -> None:
         """Put a host's cable back."""
         self._host(host)
-        links.mend(self._switch, host)
+        links.mend(self._switch.pid, host)
 
     def bytes(self, host: int) -> links.Traffic:
-        """The bytes that a host has received and sent since it came, each frame with its Ethernet header."""
+        """The bytes that a host's interface has received and sent since the host came; see `Traffic`."""
         return links.counters(self._host(host).init.pid)
 
     def fill(self, host: int, *, free: int = 0) -> None:
@@ -107,7 +109,7 @@ class Lab:
     def start(
         self, command: Sequence[str], *, hosts: Sequence[int] | None = None, env: Mapping[str, str] | None = None
     ) -> Job:
-        """Start a command on the hosts named (on all by default), in this process's folder; `env` is added to its own."""
+        """Start a command on the hosts named (on all by default), in this process's folder; `env` adds to its own."""
         words = list(command)
         return self._start(lambda _: words, self._name(), hosts, env)
 
@@ -166,9 +168,18 @@ class Lab:
     def _name(self) -> str:
         return f"job{len(self._jobs)}"
 
-    def _start(self, command, name: str, hosts: Sequence[int] | None, env: Mapping[str, str] | None) -> Job:
+    def _start(
+        self,
+        command: Callable[[int], list[str]],
+        name: str,
+        hosts: Sequence[int] | None,
+        env: Mapping[str, str] | None,
+    ) -> Job:
         folder = self.logs / name
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(f"netlab: {folder} is of an earlier lab", hint="give logs= an empty folder") from None
         job = Job(self._host, command, {**os.environ, **(env or {})}, folder)
         self._jobs.append(job)
         for host in self.hosts if hosts is None else hosts:
@@ -187,9 +198,9 @@ class Lab:
 
     def close(self) -> None:
         """End all processes on all hosts; nothing of the lab is left but its logs."""
-        Identity.kill(self._record.switch) if self._record.switch else None
+        self._switch.kill()
         for host in self._hosts.values():
-            host.waiter.wait()
+            host.stop()
         for job in self._jobs:
             job.kill()
         self._hosts.clear()
@@ -200,10 +211,12 @@ def netlab(
     hosts: int = 2,
     *,
     rate: str | None = None,
+    delay: float = 0.0,
     shm: str = "1g",
     disk: str = "1g",
     shared: Path | None = None,
     logs: Path | None = None,
+    kept: bool = False,
 ) -> Iterator[Lab]:
     """Start a lab, and end it with everything in it when the block is left, however it is left.
 
@@ -212,18 +225,19 @@ def netlab(
     Args:
         hosts: how many; they are called `host0`, `host1`, …
         rate: of each link, each way, as tc writes it ("100mbit"); None: as fast as the machine is.
+        delay: seconds from any host to any other, one way. It is added by a process per host that carries each frame,
+            as kernels without netem have none: right to about a millisecond, and good for up to about 100 Mbit/s.
         shm: the size of each host's `/dev/shm`.
         disk: the size of each host's scratch disk.
         shared: a folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: an empty folder for the output of jobs; None: one that goes with the lab.
-
-    There is no delay beyond the machine's own: that needs the kernel's netem, which many lack.
+        kept: this is the lab of `shoestring lab up`, which `run` and `down` look for.
 
     Raises:
         WorldError: the machine lacks root, namespaces or a tool; the message says which.
         ConfigError: a rate, size or folder is not one.
     """
-    spec = HostSpec(shm=shm, disk=disk, shared=shared)
+    spec = HostSpec(shm=shm, disk=disk, shared=shared, delay=delay)
     if not 1 <= hosts <= links.MOST_HOSTS:
         raise ConfigError(f"netlab: hosts={hosts} is not in 1 … {links.MOST_HOSTS}")
     if rate is not None:
@@ -234,20 +248,22 @@ def netlab(
     with contextlib.ExitStack() as stack:
         folder = records.create()
         stack.callback(records.discard, folder)
-        lab = _open(stack, folder, spec, rate, logs or folder / "logs")
+        switch = _open(stack, folder)
+        folder_of_logs = logs or folder / "logs"
+        folder_of_logs.mkdir(parents=True, exist_ok=True)
+        lab = Lab(folder, switch, spec, rate, folder_of_logs.resolve(), kept=kept)
+        stack.callback(lab.close)
         for host in range(hosts):
             lab.add(host)
         yield lab
 
 
-def _open(stack: contextlib.ExitStack, folder: Path, spec: HostSpec, rate: str | None, logs: Path) -> Lab:
+def _open(stack: contextlib.ExitStack, folder: Path) -> Identity:
     (folder / "tree").mkdir()
     (folder / "names").write_text(links.names())
-    logs.mkdir(parents=True, exist_ok=True)
-    waiter, switch = host_module.start_switch()
+    waiter, pid = host_module.start_switch()
     stack.callback(waiter.wait)
-    stack.callback(Identity.of(switch).kill)
-    lab = Lab(folder, switch, spec, rate, logs.resolve())
-    stack.callback(lab.close)
-    links.build_bridge(switch)
-    return lab
+    switch = Identity.of(pid)
+    stack.callback(switch.kill)
+    links.build_bridge(pid)
+    return switch

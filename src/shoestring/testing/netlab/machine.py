@@ -123,20 +123,20 @@ def _started(pid: int) -> int | None:
 def namespace(pid: int | str, kind: str = "pid") -> str:
     """The name of a process's namespace, such as "pid:[4026531836]"; empty when the process is gone."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/{kind}")
+        return str(Path(f"/proc/{pid}/ns/{kind}").readlink())
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 
 
 def processes(pid_namespace: str) -> Iterator[tuple[Identity, dict[str, str]]]:
     """The live processes of one PID namespace, each with the environment it was started with."""
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or namespace(entry) != pid_namespace:
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or namespace(folder.name) != pid_namespace:
             continue
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            pairs = Path(f"/proc/{entry}/environ").read_bytes().decode(errors="replace").split("\0")
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            yield Identity.of(int(entry)), environ
+            yield Identity.of(int(folder.name)), environ
 
 
 def parent(pid: int) -> int:

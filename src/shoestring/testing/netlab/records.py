@@ -32,12 +32,14 @@ class Record:
     owner: Identity
     switch: Identity | None
     hosts: dict[int, Identity]
+    kept: bool
+    """Whether it is the one of `shoestring lab up`."""
 
     @classmethod
     def mine(cls) -> Record:
         """The record of a lab that this process is about to start."""
         me = Identity.of(os.getpid())
-        return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={})
+        return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={}, kept=False)
 
     def write(self, folder: Path) -> None:
         """Write it, so that a reader finds the old one or the new one."""
@@ -59,6 +61,7 @@ class Record:
             owner=_identity(data["owner"]),
             switch=_identity(data["switch"]) if data["switch"] else None,
             hosts={int(number): _identity(value) for number, value in data["hosts"].items()},
+            kept=bool(data["kept"]),
         )
 
     def abandoned(self) -> bool:
@@ -105,6 +108,16 @@ def discard(folder: Path) -> None:
 def folders() -> list[Path]:
     """The folders of all labs on this machine, of live ones too."""
     return sorted(path for path in ROOT.iterdir() if path.is_dir()) if ROOT.is_dir() else []
+
+
+def kept() -> Record | None:
+    """The record of the lab that `shoestring lab up` has started, if it runs."""
+    for folder in folders():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = Record.read(folder)
+            if record.kept and not record.abandoned():
+                return record
+    return None
 
 
 def sweep() -> None:

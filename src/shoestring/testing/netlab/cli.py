@@ -1,0 +1,156 @@
+"""`shoestring lab up|down|run`: a lab to try slow links in by hand.
+
+    shoestring lab up --hosts 2 --rate 10mbit
+    shoestring lab run --host host0 -- ping -c 3 host1
+    shoestring lab run -- torchrun --nproc-per-node 1 train.py
+    shoestring lab down
+
+`up` leaves a process behind that owns the lab; `down` ends it, and with it the lab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from shoestring.core.errors import ConfigError, WorldError
+from shoestring.testing.netlab import records
+from shoestring.testing.netlab.hosts import DISK, HostSpec, inside
+from shoestring.testing.netlab.lab import netlab
+from shoestring.testing.netlab.machine import environment
+
+_KEEPER = "from shoestring.testing.netlab.cli import keep; keep()"
+
+
+def up(hosts: int = 2, rate: str | None = None, *, delay: float = 0.0, shm: str = "1g", disk: str = "1g") -> None:
+    """Start a lab that stays until `down`; the arguments are `netlab`'s.
+
+    Raises:
+        WorldError: one is up already, or the machine cannot; the message says why.
+    """
+    if records.kept():
+        raise WorldError("a lab is up already", hint="`shoestring lab down` ends it")
+    HostSpec(shm=shm, disk=disk, delay=delay)
+    words = [str(hosts), rate or "", str(delay), shm, disk]
+    pipe = subprocess.PIPE
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", _KEEPER, *words],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert keeper.stdout is not None
+    with keeper.stdout:
+        line = keeper.stdout.readline().strip()
+        if line != "up":
+            raise WorldError(line or "the lab's keeper ended at once")
+    print(f"{hosts} hosts, host0 to host{hosts - 1}, at {rate or 'full speed'}; scratch disk at {DISK} on each")
+    print("next: shoestring lab run --host host0 -- bash")
+
+
+def keep() -> None:
+    """The keeper's life: start the lab that the arguments describe, say so, hold it until SIGTERM."""
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # held back until the lab is whole
+    hosts, rate, delay, shm, disk = sys.argv[1:]
+    try:
+        with netlab(int(hosts), rate=rate or None, delay=float(delay), shm=shm, disk=disk, kept=True):
+            print("up", flush=True)
+            with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (what follows has no reader)
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            signal.sigwait(signals)
+    except (WorldError, ConfigError) as error:
+        print(error, flush=True)
+
+
+def down() -> None:
+    """End the lab that `up` started, and what earlier ones have left.
+
+    Raises:
+        WorldError: none is up.
+    """
+    record = records.kept()
+    if record is None:
+        records.sweep()
+        raise WorldError("no lab is up", hint="`shoestring lab up` starts one")
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(record.owner.pid)
+        try:
+            record.owner.kill(signal.SIGTERM)
+            _await(handle)
+        finally:
+            os.close(handle)
+    records.sweep()
+
+
+def run(command: Sequence[str], host: str | None = None) -> int:
+    """Run a command on one host, on this terminal, or on all at once, each line behind its host's name.
+
+    On all hosts, `torchrun …` gets the options of a rendezvous on the first host, unless it names one.
+
+    Returns:
+        The exit status: of the first host where it is not 0.
+
+    Raises:
+        WorldError: no lab is up, or it has no such host.
+        ConfigError: there is no command.
+    """
+    record = records.kept()
+    if record is None:
+        raise WorldError("no lab is up", hint="`shoestring lab up` starts one")
+    if not command:
+        raise ConfigError("lab run: no command", hint="shoestring lab run -- ping -c 3 host1")
+    hosts = {f"host{number}": identity.pid for number, identity in record.hosts.items()}
+    if host is not None:
+        if host not in hosts:
+            raise WorldError(f"the lab has no {host}", hint=f"it has {', '.join(hosts)}")
+        return subprocess.run(inside(hosts[host], command), env=environment()).returncode
+    return _run_on_all(hosts, _rendezvous(command, list(hosts)))
+
+
+def _rendezvous(command: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    program, *arguments = command
+    if Path(program).name != "torchrun" or any(word.startswith(("--rdzv", "--nnodes")) for word in arguments):
+        return list(command)
+    options = ["--nnodes", str(len(hosts)), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:29400"]
+    return [program, *options, "--rdzv-id", str(os.getpid()), *arguments]
+
+
+def _run_on_all(hosts: dict[str, int], command: list[str]) -> int:
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    running = {
+        name: subprocess.Popen(
+            inside(pid, command), stdin=subprocess.DEVNULL, stdout=pipe, stderr=merged, text=True, env=environment()
+        )
+        for name, pid in hosts.items()
+    }
+    readers = [threading.Thread(target=_echo, args=(name, process.stdout)) for name, process in running.items()]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return next((code for process in running.values() if (code := process.wait())), 0)
+
+
+def _echo(name: str, lines: IO[str]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{name}: {line}")
+        sys.stdout.flush()
+
+
+def _await(handle: int) -> None:
+    ended = select.poll()
+    ended.register(handle, select.POLLIN)
+    ended.poll()
