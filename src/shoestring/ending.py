@@ -164,7 +164,7 @@ def _samples(model: nn.Module, run: Run, data: Feed) -> list[dict[str, str]]:
         tokens = tokenizer.encode(prompt)
         drawn = generate(
             model, tokens, max_new=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=index, context=context,
-            stop=[tokenizer.end],
+            stop=[tokenizer.end_of_text],
         )  # fmt: skip
         samples.append({"prompt": prompt, "text": tokenizer.decode(list(drawn))})
     return samples

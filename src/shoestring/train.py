@@ -26,7 +26,7 @@ from shoestring.run import Run
 log = logging.getLogger("shoestring")
 
 PACE_STEPS = 12  # steps after which the pace is known well enough to set the number of steps
-REPLAN = 50  # steps between corrections of that number, in the first half of the run
+REPLAN = 10  # steps between corrections of that number, in the first half of the run
 PART = 64  # held-out samples of an evaluation during the run
 
 
