@@ -109,16 +109,15 @@ def paired(
     for _ in range(warmup):
         a()
         b()
-    samples: dict[str, list[float]] = {"A": [], "B": []}
-    ratios = []
-    for number in range(rounds):
-        turns = order if number % 2 == 0 else order.translate(str.maketrans("AB", "BA"))
-        with _no_garbage_collection():
-            times = [(turn, _seconds(a if turn == "A" else b, clock)) for turn in turns]
-        for turn, seconds in times:
-            samples[turn].append(seconds)
-        ratios.append(_ratio(times))
-    return Paired(tuple(ratios), statistics.median(samples["A"]), statistics.median(samples["B"]))
+    works = {"A": a, "B": b}
+    history: list[list[tuple[str, float]]] = []
+    with _no_garbage_collection():
+        for number in range(rounds):
+            gc.collect()
+            turns = order if number % 2 == 0 else order.translate(str.maketrans("AB", "BA"))
+            history.append([(turn, _seconds(works[turn], clock)) for turn in turns])
+    medians = {side: statistics.median(_side(side, [run for one in history for run in one])) for side in "AB"}
+    return Paired(tuple(map(_ratio, history)), medians["A"], medians["B"])
 
 
 def paired_commands(
@@ -181,8 +180,12 @@ def _seconds(work: Callable[[], object], clock: Clock) -> float:
 def _ratio(times: Sequence[tuple[str, float]]) -> float:
     if min(seconds for _, seconds in times) <= 0:
         raise ConfigError("a sample took no time on this clock", hint="repeat the work inside the function")
-    sides = {side: [math.log(seconds) for turn, seconds in times if turn == side] for side in "AB"}
-    return math.exp(statistics.fmean(sides["A"]) - statistics.fmean(sides["B"]))
+    above, below = (statistics.fmean(map(math.log, _side(side, times))) for side in "AB")
+    return math.exp(above - below)
+
+
+def _side(side: str, times: Sequence[tuple[str, float]]) -> list[float]:
+    return [seconds for turn, seconds in times if turn == side]
 
 
 def _sign_test_rank(count: int) -> int:
@@ -195,11 +198,14 @@ def _sign_test_rank(count: int) -> int:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    """Within, garbage is collected on request alone, and among the objects made within alone."""
     was_on = gc.isenabled()
     gc.collect()
+    gc.freeze()  # a full collection takes 0.1 s once torch is imported
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_on:
             gc.enable()
