@@ -138,6 +138,12 @@ def test_the_policy_lets_only_this_style_and_this_script_in(whole):
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
 
 
+def test_the_curves_are_a_table_as_well_at_steps_that_were_evaluated(whole):
+    values = re.search(r"<caption>Values of the curves.*?</table>", written(whole), re.DOTALL)[0]
+    assert re.findall(r'<th scope="row">(.*?)</th>', values) == ["1", "10", "20", "30", "40"]
+    assert values.count("–") == 2  # only the first step has no held-out values
+
+
 def test_the_parts_of_the_page_stay_small():
     script = page._part("page.js")
     assert len(script.splitlines()) <= 350 and "</script" not in script and "\r" not in script

@@ -254,9 +254,10 @@ def values_of(charts: Sequence[dict[str, Any]], rows: int = 12) -> Markup:
     lines = [(f"{chart['title']}: {line['label']}", line) for chart in charts for line in chart["lines"]]
     if not lines:
         return Markup()
-    steps = sorted({step for _, line in lines for step in line["step"]})
-    stride = max(1, (len(steps) - 1) // max(rows - 1, 1))
-    chosen = sorted({*steps[::stride], steps[-1]})
+    every = sorted({step for _, line in lines for step in line["step"]})
+    # steps at which the sparsest curve has a value: evaluations are rare, and rows without them say little
+    steps = min((line["step"] for _, line in lines if len(line["step"]) > 2), key=len, default=every)
+    chosen = sorted({every[0], *steps[:: max(1, -(-len(steps) // rows))], every[-1]})
     looked_up = [dict(zip(line["step"], line["value"], strict=True)) for _, line in lines]
     body = [[f"{step:,}", *(_cell(values.get(step)) for values in looked_up)] for step in chosen]
     caption = "Values of the curves at some of the steps"
