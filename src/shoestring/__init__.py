@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name in _AREAS:
         return import_module(f"shoestring.{name}")
     if name in _HOME:

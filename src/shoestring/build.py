@@ -103,7 +103,9 @@ def load_model(path: Path) -> tuple[nn.Module, Tokenizer | None]:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"`{path}` holds no model: {error}", hint="name a run folder or a model folder") from error
+        raise CheckpointError(
+            f"`{path}` holds no model: {error}", hint="name a run folder or a model folder"
+        ) from error
     built = _marked(folder, config[MARKER]) if MARKER in config else llama.load_pretrained(folder)
     tokenizer = folder / "tokenizer.json"
     return built.eval(), load_tokenizer(tokenizer) if tokenizer.is_file() else None

@@ -22,7 +22,7 @@ Workers = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Train:
-    """Train what a run file says. Any key of it can be given as --area.technique.field VALUE; --field is --run.field."""
+    """Train what a run file says. Overrides: --area.technique.field VALUE, and --field VALUE for [run]."""
 
     source: Positional[str]
     """A run file, a run folder, or the name of a recipe (quickstart)."""

@@ -217,7 +217,8 @@ def _summary(
 
 def _closing(summary: dict[str, Any], page: Path) -> Iterator[str]:
     """The results as a few lines for the terminal."""
-    yield f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s"
+    length = f"{summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s"
+    yield f"{summary['status']} after {length}"
     bits = summary["bits_per_byte"]
     if bits:
         yield "bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in bits.items())

@@ -54,7 +54,9 @@ def _check(folder: Path, run: Run) -> None:
     path = folder / "run.toml"
     if not path.is_file():
         if run.settings.resume is True:
-            raise ConfigError(f"`{folder}` holds no run to resume", hint='use --run.resume auto to start where there is none')
+            raise ConfigError(
+                f"`{folder}` holds no run to resume", hint="use --run.resume auto to start where there is none"
+            )
         return
     if run.settings.resume is False:
         raise ConfigError(

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shoestring.core._torch import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 GRACE = 600  # seconds that workers have to finish their step and save after a signal

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -101,7 +102,7 @@ class Meter:
     def seconds_per_step(self) -> float:
         """The median pace of the last steps."""
         times = [mark.time for mark in self._marks]
-        gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+        gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else math.nan
 
     def _pace(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ def override(document: dict[str, Any], flags: Sequence[str]) -> None:
         table[key] = _literal(value)
 
 
-def _literal(text: str) -> Any:  # noqa: ANN401
+def _literal(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
@@ -188,7 +188,7 @@ def _literal(text: str) -> Any:  # noqa: ANN401
 
 
 def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the run file") -> Run:
-    """A document as a Run; every table and key is known and of its type, or a ConfigError says where and what is near."""
+    """A document as a Run; a ConfigError says where a table, key or type is wrong, and what is near."""
     known = {"run", "model", "data", *AREAS}
     for key, table in document.items():
         if key not in known:
@@ -212,7 +212,7 @@ def techniques(area: str) -> dict[str, type[Feature]]:
     """An area's techniques by their names in the run file."""
     module = import_module(f"shoestring.{area}")
     exported = [getattr(module, name) for name in module.__all__]
-    return {each.__name__.lower(): each for each in exported if isinstance(each, type) and is_dataclass(each)}
+    return {each.__name__.lower(): each for each in exported if isinstance(each, type) and issubclass(each, Feature)}
 
 
 def technique(area: str, key: str, source: str = "the run file") -> type[Feature]:
@@ -228,7 +228,3 @@ def keys() -> dict[str, type]:
     for area in AREAS:
         tables |= {f"{area}.{name}": each for name, each in techniques(area).items()}
     return tables
-
-
-def field_names(settings: type) -> list[str]:
-    return [each.name for each in fields(settings)]

@@ -17,7 +17,7 @@ __all__ = ["Plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Feature):
-    """Atomic saves of everything to one file, written by the first rank; at the end, on a signal, and every so often."""
+    """Atomic saves of everything to one file by the first rank: at the end, on a signal, and every so often."""
 
     every: int = 0
     """Steps between saves; 0 saves at the end and on a signal only."""

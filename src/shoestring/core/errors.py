@@ -36,9 +36,8 @@ class ShoestringError(Exception):
     @staticmethod
     def of(described: list[str], prefix: str = "") -> ShoestringError:
         name, message, hint = described
-        kind = globals().get(name)
-        known = isinstance(kind, type) and issubclass(kind, ShoestringError)
-        return (kind if known else ShoestringError)(prefix + message, hint=hint)
+        kind = globals().get(name, ShoestringError)
+        return kind(prefix + message, hint=hint)
 
 
 class ConfigError(ShoestringError):

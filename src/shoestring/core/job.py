@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from shoestring.core._torch import foreach_mul_
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam, check_owners, ordered
 from shoestring.core.kept import ModelState, OptimizerState, Progress, RandomState
@@ -74,7 +74,7 @@ class Job:
     model: nn.Module
     forward: Forward = call_model
     loss: Loss = cross_entropy
-    optimizer: Callable[[Params], Optimizer] = partial(AdamW, lr=1e-3)
+    optimizer: Callable[[Params], Optimizer] = AdamW
     progress: Progress = field(default_factory=Progress)
     world: World = field(default_factory=World.current)
     trace: Trace = field(default_factory=Trace)
@@ -148,6 +148,7 @@ class Job:
         self.trace.step = self.progress.step
         sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)  # loss, count, votes to stop
         sums[2] = float(self._stop_asked)
+        work = None
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with self.sync(last):
@@ -250,9 +251,9 @@ class Job:
         """Turn gradients divided by the expected count into gradients divided by the true one."""
         ratio = self.progress.count / count
         if count.device.type != "cpu":  # comparing would wait for the device
-            torch._foreach_mul_(self.gradients, ratio.float())
+            foreach_mul_(self.gradients, ratio.float())
         elif float(ratio) != 1.0:
-            torch._foreach_mul_(self.gradients, float(ratio))
+            foreach_mul_(self.gradients, float(ratio))
             self.progress.count = float(count)
 
     def _before(self, *_: object) -> None:

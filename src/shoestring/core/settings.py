@@ -37,7 +37,7 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
     return settings(**values)
 
 
-def _value(value: Any, kind: Any, where: str, source: str) -> Any:  # noqa: ANN401
+def _value(value: Any, kind: Any, where: str, source: str) -> Any:
     try:
         return _converter().structure(value, kind)
     except (cattrs.BaseValidationError, ValueError, TypeError, KeyError):
@@ -48,7 +48,7 @@ def _value(value: Any, kind: Any, where: str, source: str) -> Any:  # noqa: ANN4
     raise ConfigError(f"{source}: `{where}` must be {describe(kind)}, got {value!r}")
 
 
-def describe(kind: Any) -> str:  # noqa: ANN401
+def describe(kind: Any) -> str:
     """A type in words for users: `a number`, `one of "a", "b"`."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     if kind in words:
@@ -73,7 +73,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:  # noqa: ANN401
+    def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(f"not {kind.__name__}")
         return kind(value)
@@ -81,11 +81,11 @@ def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]
     return hook
 
 
-def _is_scalar_union(kind: Any) -> bool:  # noqa: ANN401
+def _is_scalar_union(kind: Any) -> bool:
     return get_args(kind) != () and set(get_args(kind)) <= {int, float, str, bool} and get_origin(kind) is not tuple
 
 
-def _any_of(value: Any, kind: Any) -> Any:  # noqa: ANN401
+def _any_of(value: Any, kind: Any) -> Any:
     if type(value) not in get_args(kind):
         raise TypeError("none of the union")
     return value
@@ -97,7 +97,7 @@ def help_texts(settings: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
     for one, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(following, ast.Expr):
-            if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
-                texts[one.target.id] = " ".join(following.value.value.split())
+        match one, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
     return texts

@@ -46,7 +46,7 @@ def unpack(data: bytes) -> dict[str, Any]:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case torch.Tensor():
             tensors[path] = _whole(value)
@@ -73,7 +73,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu().contiguous().clone()
 
 
-def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
+def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(tree, list):
         return [_decode(each, tensors) for each in tree]
     if not isinstance(tree, dict):

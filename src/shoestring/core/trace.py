@@ -179,4 +179,3 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
             ended = time.perf_counter()
             for trace in _open:
                 trace.record(self.name, self.kind, self.began, ended, self.nbytes)
-

@@ -105,7 +105,7 @@ class World:
                 raise mine or ShoestringError.of(theirs, f"rank {rank}: ")
         return cast(T, result)
 
-    def decide(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def decide(self, work: Callable[[], Any]) -> Any:
         """Do `work` on the first rank; its result (of JSON types), or its ShoestringError, is every rank's."""
         result = self.agree(lambda: work() if self.first else None)
         return json.loads(self.broadcast(json.dumps(result).encode()))

@@ -18,7 +18,7 @@ class Compile(Feature):
     """torch.compile the model; the first steps take long, later ones less."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """`inductor` generates fused kernels and needs a C++ compiler (CPU) or Triton (GPU); the others are for debugging."""
+    """`inductor` fuses kernels and needs a C++ compiler (CPU) or Triton (GPU); the others are for debugging."""
 
     seams: ClassVar = (Seam.GRAPH,)
 

@@ -17,7 +17,7 @@ __all__ = ["Recompute"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Feature):
-    """Activation checkpointing (Chen et al., 2016): keep a block's input only, run its forward pass again in backward."""
+    """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
 
     every: int = 1
     """Treat each `every`-th block of the model so; 1 saves most."""

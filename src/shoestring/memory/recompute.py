@@ -23,7 +23,7 @@ def _wrap(job: Job, block: nn.Module) -> None:
     """Replace the block's forward in place, so that no parameter is renamed; undone when the job closes."""
     forward = block.forward
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not block.training:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

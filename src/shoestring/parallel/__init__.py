@@ -47,7 +47,7 @@ class FSDP(Feature):
     """Parameters, gradients and optimizer state sharded over ranks (torch FSDP2, `fully_shard`)."""
 
     hosts: Literal["shard", "replicate", "leave"] = "shard"
-    """Across hosts: shard as inside them, hold replicas (hybrid sharding), or leave that dimension to another feature."""
+    """Across hosts: shard as inside them, hold replicas (hybrid), or leave that dimension to another feature."""
     reshard_after_forward: bool = True
     """Free gathered parameters between the forward and backward pass: less memory, one more gather."""
 

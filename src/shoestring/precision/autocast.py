@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from shoestring.core._torch import has_bf16_units
 from shoestring.core.job import Batch, Job, Output
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -19,7 +20,7 @@ def choose(device: torch.device) -> tuple[Dtype, str]:
         if major >= 8:
             return "bf16", f"{name} (compute capability {major}.{minor}) multiplies bf16 at full rate"
         return "fp16", f"{name} (compute capability {major}.{minor}) has no bf16 units; gradients are scaled"
-    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+    if has_bf16_units():
         return "bf16", "this CPU multiplies bf16 in hardware"
     return "fp32", "this CPU has no bf16 units (AMX or AVX512-BF16), where bf16 would be slower"
 
