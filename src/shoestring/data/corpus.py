@@ -140,7 +140,7 @@ def _checked(path: Path) -> Header:
 class _Survey:
     """One pass over the documents: which sides of the split exist, and a sample to train a tokenizer on."""
 
-    def __init__(self, reader: Source, settings: Data, source_sample: int) -> None:
+    def __init__(self, reader: Source, settings: Data, sample: int) -> None:
         self.duplicates = 0
         share = int(settings.held_out * 2**64)
         least, most = 2**64, -1
@@ -148,17 +148,17 @@ class _Survey:
         size = 0
         for document in self.unique(reader.documents()):
             least, most = min(least, document.key), max(most, document.key)
-            if source_sample:
+            if sample:
                 heapq.heappush(heap, (document.key, document.text))
                 size += len(document.text)
-                while size - len(heap[0][1]) >= source_sample:
+                while size - len(heap[0][1]) >= sample:
                     size -= len(heapq.heappop(heap)[1])
         if most < 0:
             raise DataError("the corpus is empty", hint="check the pattern and that the files hold text")
         if least == most:
             raise DataError("the corpus is one document, so none can be held out", hint="give more documents or text")
         self.cut = min(max(share, least + 1), most)
-        self.sample = [text[:source_sample] for key, text in heap if key >= self.cut]
+        self.sample = [text[:sample] for key, text in sorted(heap) if key >= self.cut]
 
     def unique(self, documents: Iterable[Document]) -> Iterator[Document]:
         """`documents` without those whose text came before; counts the others in `duplicates`."""
@@ -185,9 +185,10 @@ def _write(reader: Source, settings: Data, folder: Path, recipe: str) -> None:
             for document, tokens in zip(documents, encoded, strict=True):
                 writer = held_out if document.key < survey.cut else train
                 writer.append(np.concatenate([[tokenizer.end_of_text], tokens]), size=len(document.text.encode()))
-        for writer, name in ((train, "training"), (held_out, "held-out")):
-            _check_length(writer.tokens, name, settings)
-            writer.finish(tokenizer=tokenizer.hash, recipe=recipe, skipped=reader.skipped, duplicates=survey.duplicates)
+        _check_length(train.tokens, "training", settings)
+        _check_length(held_out.tokens, "held-out", settings)
+        train.finish(tokenizer=tokenizer.hash, recipe=recipe, skipped=reader.skipped, duplicates=survey.duplicates)
+        held_out.finish(tokenizer=tokenizer.hash, recipe=recipe)
 
 
 def _check_length(tokens: int, name: str, settings: Data) -> None:

@@ -65,7 +65,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int64 (n,); releases the GIL, so threads run side by side."""
-        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        with single_threaded():
+            encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -89,17 +90,19 @@ class Tokenizer:
 def single_threaded() -> Iterator[None]:
     """Keep the engine from starting its thread pool, which a later fork of this process would not survive.
 
-    The variable is the engine's only switch; without it each forked loader process prints a warning.
+    The variable is the engine's only switch; without it each forked loader process prints a warning. Threads may
+    enter while one that outlives them is inside.
     """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
-    os.environ[name] = "false"
+    if before != "false":
+        os.environ[name] = "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[name]
-        else:
+            os.environ.pop(name, None)
+        elif before != "false":
             os.environ[name] = before
 
 

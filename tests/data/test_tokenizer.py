@@ -1,0 +1,138 @@
+"""Any text comes back; no text can end a document; the thread pool of the engine stays off."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.data.tokenizer import END, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "the quick brown fox, the quick brown dog\n" * 20, "naïve — 漢字 🙂\n"]
+BPE, PLAIN = train_bpe(TEXTS, 300), byte_tokenizer()
+
+texts = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from([END, f"a{END}b", " \r\n\t ", "\0"])
+
+
+@given(texts)
+@settings(deadline=None)
+def test_any_text_comes_back(text):
+    for tokenizer in (BPE, PLAIN):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+    assert PLAIN.encode(text) == list(text.encode())
+
+
+@given(st.lists(texts.filter(bool), max_size=5))
+@settings(deadline=None)
+def test_documents_come_back_from_one_stream(documents):
+    for tokenizer in (BPE, PLAIN):
+        stream = [np.array([], np.int64)]
+        for ids in tokenizer.encode_batch(documents):
+            stream += [np.array([tokenizer.end_of_text]), ids]
+        assert tokenizer.decode_documents(np.concatenate(stream)) == documents
+
+
+def test_the_vocabulary_has_the_size_asked_for_and_saves_tokens():
+    assert BPE.vocab_size == 300
+    assert PLAIN.vocab_size == 257
+    assert len(BPE.encode(TEXTS[1])) < len(TEXTS[1]) / 2
+    assert train_bpe(TEXTS, 300).hash == BPE.hash != PLAIN.hash
+
+
+def test_decoding_half_a_character_replaces_it_and_drops_the_end():
+    assert PLAIN.decode([65, 0xC3, PLAIN.end_of_text]) == "A\ufffd"
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, PLAIN])
+def test_one_file_format_for_both(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.hash, loaded.end_of_text, loaded.vocab_size) == (
+        tokenizer.hash,
+        tokenizer.end_of_text,
+        tokenizer.vocab_size,
+    )
+    assert loaded.encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert plain.decode(plain.encode(TEXTS[2]).ids) == TEXTS[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_a_vocabulary_without_room_for_a_merge_is_refused():
+    assert train_bpe(TEXTS, 258).vocab_size == 258
+    with pytest.raises(ConfigError, match="258"):
+        train_bpe(TEXTS, 257)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer at .*x\.json"):
+        load_tokenizer(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(DataError, match=r"x\.json is not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "x.json")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    table = json.loads(PLAIN.engine.to_str())
+    table["added_tokens"] = []
+    del table["model"]["vocab"][END]
+    (tmp_path / "x.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match="no end-of-text token"):
+        load_tokenizer(tmp_path / "x.json")
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+    table = json.loads(PLAIN.engine.to_str())
+    table["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "x.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match="loses text"):
+        load_tokenizer(tmp_path / "x.json")
+
+
+def test_the_switch_of_the_thread_pool_is_put_back(monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    with single_threaded():
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with pytest.raises(KeyError), single_threaded():
+        raise KeyError
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+FORK = """
+import os, sys
+from pathlib import Path
+from shoestring.data import Data
+from shoestring.data.corpus import prepare
+folder = Path(sys.argv[1])
+corpus = prepare(str(folder / "*.txt"), Data(vocabulary=300, sequence=8), folder)
+corpus.train_texts(), corpus.tokenizer.encode("x"), corpus.tokenizer.encode_batch(["a b"] * 50)
+child = os.fork()
+if child == 0:
+    corpus.tokenizer.encode_batch(["a b"] * 50)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_fork_after_preparing_warns_of_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(3000)))
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+        | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
