@@ -1,0 +1,45 @@
+# make train: trains a small language model on this machine, in about five minutes after installation.
+# make test:  runs the tests.  make check: lint, types, layers, sizes.  make bench: the quick benchmarks.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test check bench docs clean
+.DELETE_ON_ERROR:
+
+train: .venv/run.stamp
+	$(BIN)/shoestring train quickstart --workers auto
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest
+
+check: .venv/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.sizes
+	$(BIN)/python -m tools.reference --check
+	$(BIN)/python -m benchmarks.evidence --check
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.foundation
+
+docs: .venv/dev.stamp
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m benchmarks.evidence
+
+.venv/run.stamp: pyproject.toml constraints.txt
+	@echo "shoestring: installing into .venv (torch is about 200 MB on a CPU)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shoestring needs Python 3.11 or newer; name one with make PYTHON=python3.x")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/dev.stamp: .venv/run.stamp
+	@echo "shoestring: installing what the tests and checks need"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf .venv
