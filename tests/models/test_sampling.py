@@ -121,8 +121,8 @@ def test_draws_follow_the_distribution():
         def forward(self, tokens):
             return torch.tensor([0.5, 0.3, 0.2]).log().expand(1, tokens.shape[1], 3)
 
-    drawn = torch.tensor(list(generate(Constant(), [0], max_new=4000, context=1)))
-    assert (drawn.bincount() / 4000).tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+    drawn = torch.tensor(list(generate(Constant(), [0], max_new=1500, context=1)))
+    assert (drawn.bincount() / 1500).tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
 
 
 @pytest.mark.parametrize(
