@@ -113,7 +113,7 @@ class Probe:
             from shoestring.launch import launch
 
             return launch(["probe", "--out", str(self.out)], workers)
-        from shoestring.core.probe import probe
+        from shoestring.probe import probe
         from shoestring.core.world import join
 
         with join() as world:
