@@ -101,6 +101,12 @@ def test_a_missing_or_damaged_file_is_made_again(files, tmp_path, name, kind):
     assert (folder / name).read_bytes() == whole
 
 
+def test_another_tokenizer_in_the_folder_is_replaced(files, tmp_path):
+    corpus = prepare(files, SMALL, tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "run" / "tokenizer.json")
+    assert prepare(files, SMALL, tmp_path / "run").tokenizer.hash == corpus.tokenizer.hash
+
+
 def test_the_same_text_gives_the_same_fingerprint_anywhere(files, tmp_path):
     first = prepare(files, SMALL, tmp_path / "one")
     os.utime(tmp_path / "text" / "00.txt", (1, 1))

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoestring.core.errors import DataError
@@ -50,6 +50,8 @@ def test_keys_follow_names_below_the_pattern_and_texts_of_records(tmp_path):
 
 
 @settings(max_examples=40, deadline=None)
+@example("漢", 5000)
+@example("a🙂", 5000)
 @given(st.text(st.sampled_from("aé漢🙂\n"), min_size=1, max_size=60), st.integers(1, 300))
 def test_the_parts_of_a_large_file_are_the_file(tmp_path_factory, text, times):
     path = tmp_path_factory.mktemp("parts") / "large.txt"
@@ -67,6 +69,9 @@ def test_a_large_file_gives_enough_parts_to_split_and_many_files_stay_whole(tmp_
     for i in range(40):
         (tmp_path / f"{i}.md").write_text(f"{i} a line of text\n" * 1000)
     assert len(texts(f"{tmp_path}/*.md")) == 40
+    (tmp_path / "0.md").write_text("a line of text\n" * 10_000)
+    keys = [document.key for document in open_source(f"{tmp_path}/*.md", "text").documents()]
+    assert (len(keys), len(set(keys))) == (42, 40)
 
 
 @pytest.mark.parametrize(
