@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.core.errors import ConfigError, ShoestringError, nearest
 
 Workers = int | Literal["auto"]
 
@@ -113,8 +113,8 @@ class Probe:
             from shoestring.launch import launch
 
             return launch(["probe", "--out", str(self.out)], workers)
-        from shoestring.probe import probe
         from shoestring.core.world import join
+        from shoestring.probe import probe
 
         with join() as world:
             _quiet(world.first)
@@ -166,26 +166,51 @@ class Report:
         return 0
 
 
-Verb = (
-    Annotated[Train, subcommand("train")]
-    | Annotated[Check, subcommand("check")]
-    | Annotated[Generate, subcommand("generate")]
-    | Annotated[Probe, subcommand("probe")]
-    | Annotated[Compare, subcommand("compare")]
-    | Annotated[Report, subcommand("report")]
-)
+@dataclass(frozen=True)
+class Lab:
+    """Virtual hosts with slow links on this machine, to try things by hand; needs root."""
+
+    action: Positional[Literal["up", "down", "run"]]
+    """up starts hosts and leaves them there, run runs the command behind -- on them, down ends them."""
+    hosts: int = 2
+    """up: how many."""
+    rate: str = "100mbit"
+    """up: of each link, each way."""
+    delay: float = 0.0
+    """up: seconds each way; 0.02 is 20 ms."""
+    host: str = ""
+    """run: on this host only, e.g. host0; empty is all."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring.testing.netlab import cli as lab
+
+        if self.action == "up":
+            lab.up(self.hosts, self.rate, delay=self.delay)
+        elif self.action == "down":
+            lab.down()
+        else:
+            return lab.run(list(overrides), self.host or None)
+        return 0
+
+
+VERBS = {"train": Train, "check": Check, "generate": Generate, "probe": Probe, "compare": Compare}
+VERBS |= {"report": Report, "lab": Lab}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code. User errors are one line on stderr and code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, behind = arguments[:cut], arguments[cut + 1 :]
     debug = "--debug" in arguments
     arguments = [each for each in arguments if each != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     sys.path.insert(0, str(Path.cwd()))
     try:
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+            raise ConfigError(f"there is no verb `{arguments[0]}`", hint=nearest(arguments[0], VERBS))
         verb, rest = tyro.cli(
-            Verb,  # pyright: ignore[reportArgumentType]
+            _verbs(),
             prog="shoestring",
             description="Train, shrink and serve large models on hardware you can afford.",
             args=arguments,
@@ -194,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if rest and not isinstance(verb, Train | Check):
             raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
-        return verb(rest)
+        return verb(behind if isinstance(verb, Lab) else rest)
     except ShoestringError as error:
         if debug:
             raise
@@ -203,6 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 1
+
+
+def _verbs() -> Any:
+    return Union[tuple(Annotated[verb, subcommand(name)] for name, verb in VERBS.items())]  # noqa: UP007
 
 
 def _fail(error: ShoestringError) -> int:
