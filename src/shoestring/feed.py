@@ -39,7 +39,7 @@ class Feed:
         if self.corpus is None:
             return 0.0
         part = self.corpus.held_out if held_out else self.corpus.train
-        return part.tokens / part.bytes / math.log(2) if part.bytes else 0.0
+        return part.targets / part.bytes / math.log(2) if part.bytes else 0.0
 
 
 def feed(run: Run, world: World, folder: Path) -> Feed:

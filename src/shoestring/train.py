@@ -44,6 +44,7 @@ def train(run: Run, world: World) -> ending.Result:
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(_job(run, world, data, trace))
         loader = _loader(run, world, data)
+        stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
         meter = stack.enter_context(ending.metered(job, run, data, path))
