@@ -83,7 +83,7 @@ def test_no_garbage_is_collected_while_timing_and_collection_is_on_again_after_a
     states = set()
     paired(lambda: states.add(gc.isenabled()), lambda: None, rounds=6, warmup=0, clock=count().__next__)
     assert states == {False}
-    assert gc.isenabled()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
     with pytest.raises(ZeroDivisionError):
         paired(lambda: 1 / 0, lambda: None, warmup=0)
     assert gc.isenabled()
