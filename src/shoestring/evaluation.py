@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoestring.core.job import Job
-from shoestring.feed import Feed, held_out_batches
+from shoestring.data.loader import sweep
+from shoestring.feed import Feed, moved
 from shoestring.run import Run
 
 
@@ -12,7 +13,8 @@ def evaluate(job: Job, run: Run, data: Feed, limit: int = 0) -> dict[str, float]
     if data.held_out is None:
         return {}
     micro = max(1, run.settings.batch // (job.world.size * run.settings.accumulate))
-    total, count = job.evaluate(held_out_batches(data.held_out, micro, job.world, limit))
+    batches = sweep(data.held_out, batch=micro, rank=job.world.rank, size=job.world.size, limit=limit)
+    total, count = job.evaluate(moved(batch, job.world.device) for batch in batches)
     loss = total / max(count, 1)
     values = {"held_out_loss": loss}
     return values | ({"held_out_bits_per_byte": loss * data.bits(held_out=True)} if data.corpus else {})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from shoestring.build import resolve
 from shoestring.core.errors import DataError
@@ -74,22 +73,6 @@ def _own(run: Run, world: World) -> Feed:
         return Feed(train, held_out, None)
 
     return world.agree(make)
-
-
-def held_out_batches(data: Dataset[Any], size: int, world: World, limit: int = 0) -> Iterator[Batch]:
-    """This rank's share of the first `limit` held-out samples (0: all), in equally many batches on every rank.
-
-    Where the samples do not divide, the last batches repeat a sample with targets that do not count.
-    """
-    samples = len(data)  # pyright: ignore[reportArgumentType]
-    samples = min(limit, samples) if limit else samples
-    for start in range(0, samples, size * world.size):
-        mine = range(start + world.rank * size, start + (world.rank + 1) * size)
-        batch = default_collate([data[min(index, samples - 1)] for index in mine])
-        if mine.stop > samples:
-            targets = batch["targets"] if isinstance(batch, dict) else batch[1]
-            targets[max(samples - mine.start, 0) :] = -100
-        yield moved(batch, world.device)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

@@ -188,8 +188,17 @@ def test_an_empty_data_set_is_refused():
         Loader(Numbers(0), batch=1)
 
 
-@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 5))
+class Targeted(Numbers):
+    def __getitem__(self, index):
+        return {"targets": torch.tensor([index, index])}
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 5), st.integers(0, 31))
 @settings(deadline=None)
-def test_a_sweep_visits_every_sample_once_in_order(samples, batch, size):
-    batches = [list(sweep(Numbers(samples), batch=batch, rank=rank, size=size)) for rank in range(size)]
-    assert [number for share in batches for part in share for number in part["ids"].tolist()] == list(range(samples))
+def test_a_sweep_counts_every_sample_once_in_equally_many_batches_on_every_rank(samples, batch, size, limit):
+    data = Targeted(samples)
+    ranks = [list(sweep(data, batch=batch, rank=rank, size=size, limit=limit)) for rank in range(size)]
+    assert len({len(parts) for parts in ranks}) == 1
+    assert all(len(part["targets"]) == batch for parts in ranks for part in parts)
+    counted = [row[0] for parts in ranks for part in parts for row in part["targets"].tolist() if row[0] != -100]
+    assert sorted(counted) == list(range(min(limit, samples) if limit else samples))

@@ -46,9 +46,11 @@ class Plain(Feature):
 
     def saving(self, trace: Trace) -> Saving | None:
         steps = trace.facts.get("steps", 0.0)
+        if not 0 < self.every < steps:
+            return None
         return Saving(
             unit="steps to repeat after a kill, at worst",
-            used=min(self.every or steps, steps),
+            used=self.every,
             without=steps,
             measured=False,
             cost=f"{trace.seconds('disk'):.2f} s stalled",

@@ -140,6 +140,7 @@ class Loader:
                 collate_fn=_collate,
                 num_workers=self.workers,
                 persistent_workers=self.workers > 0,
+                generator=torch.Generator(),  # else it would draw a seed from the generator that dropout draws from
                 multiprocessing_context=self.context if self.workers else None,
             )
         return iter(self._fetcher)
@@ -193,16 +194,21 @@ class _Endless:
         return self.batches()
 
 
-def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
-    """Every sample once, in order, for evaluation: each rank its own contiguous share, at most `batch` at a time.
+def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, limit: int = 0) -> Iterator[Batch]:
+    """Every sample once, in order, for evaluation: this rank's share of the first `limit` samples (0: all).
 
-    The last part of a share may be smaller, and a share empty.
+    Every rank gets equally many batches of `batch` samples, as sharded models need it. Where the samples do not
+    divide, the last one is repeated with targets of -100, which no loss counts.
     """
     _check(batch, rank, size, 1, whole=False)
     samples, identified = _length(dataset), _Identified(dataset)
-    start, stop = rank * samples // size, (rank + 1) * samples // size
-    for first in range(start, stop, batch):
-        yield _collate(identified.__getitems__(range(first, min(first + batch, stop))))
+    samples = min(limit, samples) if limit else samples
+    for start in range(rank * batch, -(-samples // (batch * size)) * batch * size, batch * size):
+        part = _collate(identified.__getitems__([min(i, samples - 1) for i in range(start, start + batch)]))
+        if start + batch > samples:
+            targets = part["targets"] if isinstance(part, dict) else part[1]
+            targets[max(samples - start, 0) :] = -100
+        yield part
 
 
 def _length(dataset: Dataset[Any]) -> int:
