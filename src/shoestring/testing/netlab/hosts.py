@@ -28,6 +28,7 @@ set -e
 read -r pid _ </proc/self/stat
 echo "$1" >/proc/sys/kernel/hostname
 [ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
+echo reno >/proc/sys/net/ipv4/tcp_congestion_control
 mount --bind "$4/names" /etc/hosts
 mount -t tmpfs -o "mode=1777,size=$2" tmpfs /dev/shm
 mount -t tmpfs -o mode=0755,size=64k tmpfs "$4/tree"
@@ -43,7 +44,8 @@ echo "$pid"
 trap '' CHLD
 exec sleep infinity >/dev/null 2>&1
 """
-# SIGCHLD stays ignored over exec, so the kernel reaps the orphans that a first process inherits.
+# SIGCHLD stays ignored over exec, so the kernel reaps the orphans that a first process inherits. Reno, because every
+# kernel lets a namespace choose it: else a slow link would behave as the machine's default does, which differs.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The cables of a lab: a bridge in a namespace of its own, a veth pair a host, and tbf at both ends of each.
 
 Shaping is at the host's end for what it sends and at the bridge's end for what it receives (tbf(8)). Up to 100 Mbit/s
-segmentation offload is off, so that an interface counts what a wire would carry: each frame with its own headers. Above,
-a processor could not keep up with single frames, and offload stays on; tbf still charges each frame.
+segmentation offload is off, so that an interface counts what a wire would carry: each frame with its own headers. At
+higher rates a processor could not keep up with single frames, and offload stays on; tbf still charges each frame.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Lane:
 def main() -> None:
     """Make both ends, say which process this is in the machine's numbering, and carry frames for ever."""
     name, delay = sys.argv[1], float(sys.argv[2])
+    os.nice(-20)  # a busy machine must not make the cable longer
     ends = tap("eth0"), tap(name)
     lanes = {ends[0]: Lane(ends[0], ends[1], delay), ends[1]: Lane(ends[1], ends[0], delay)}
     sys.stdout.write(os.readlink("/proc/self") + "\n")  # noqa: PTH115
