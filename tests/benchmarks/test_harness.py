@@ -11,13 +11,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
 from benchmarks.evidence import main as write_evidence
 from benchmarks.gpu import main as run_gpu
 from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure
 from benchmarks.machine import git_commit
 from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
 from benchmarks.timing import run_command
-
 from shoestring.core.errors import ConfigError, DataError
 
 HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, commit="0123abc")

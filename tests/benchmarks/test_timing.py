@@ -7,8 +7,8 @@ from itertools import count
 
 import numpy as np
 import pytest
-from benchmarks.timing import Paired, commands_cpu_time, paired, paired_commands, run_command
 
+from benchmarks.timing import Paired, commands_cpu_time, paired, paired_commands, run_command
 from shoestring.core.errors import ConfigError, WorldError
 
 
