@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,12 @@ def pack(state: Mapping[str, Any]) -> bytes:
         CheckpointError: a value of another type, named by its path.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = _encode(state, "", tensors)
-    return save(tensors, metadata={"tree": json.dumps(tree)})
+    tree = json.dumps(_encode(state, "", tensors))
+    try:
+        return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        raise CheckpointError(f"cannot save tensors of {', '.join(kinds)}: {error}") from error
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -40,24 +45,41 @@ def unpack(data: bytes) -> dict[str, Any]:
     try:
         tensors = load(data)
         length = int.from_bytes(data[:8], "little")
-        tree = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tree"])
-        return _decode(tree, tensors)
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        if metadata["sum"] != _checksum(metadata["tree"], tensors):
+            raise ValueError("its content is not what was written")
+        return _decode(json.loads(metadata["tree"]), tensors)
     except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
+
+
+def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of everything: safetensors itself would read a flipped bit as another number."""
+    total = zlib.crc32(tree.encode())
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case torch.Tensor():
-            tensors[path] = _whole(value)
-            return {_TENSOR: path}
-        case np.ndarray():
-            tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
-            return {_ARRAY: path}
-        case np.generic():
+            # Numbered, for two paths may read alike: of the keys 1 and "1", or "a/b" and "b" inside "a".
+            name = f"{len(tensors)}{path}"
+            tensors[name] = _whole(value)
+            return {_TENSOR: name}
+        case np.ndarray() if value.dtype.kind in "biufc":
+            name = f"{len(tensors)}{path}"
+            tensors[name] = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+            return {_ARRAY: name}
+        case np.bool_() | np.integer() | np.floating() if isinstance(value.item(), bool | int | float):
             return value.item()
-        case Mapping():
+        case Mapping() if all(isinstance(key, str | int | float | None) for key in value):
             return {_MAP: [[key, _encode(each, f"{path}/{key}", tensors)] for key, each in value.items()]}
+        case Mapping():
+            odd = next(key for key in value if not isinstance(key, str | int | float | None))
+            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {odd!r} is no string or number")
         case tuple():
             return {_TUPLE: [_encode(each, f"{path}/{index}", tensors) for index, each in enumerate(value)]}
         case list():
