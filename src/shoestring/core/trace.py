@@ -98,6 +98,8 @@ class Trace:
 
     def dumps(self) -> str:
         """JSON lines: a head with the totals, then one line a span."""
+        with self._lock:
+            spans, totals = list(self.spans), list(self.totals.items())
         head = {
             "trace": FORMAT,
             "rank": self.rank,
@@ -105,10 +107,10 @@ class Trace:
             "facts": self.facts,
             "totals": [
                 {"name": name, "kind": kind, "count": total.count, "seconds": total.seconds, "bytes": total.nbytes}
-                for (name, kind), total in self.totals.items()
+                for (name, kind), total in totals
             ],
         }
-        return "".join(json.dumps(line) + "\n" for line in (head, *(span._asdict() for span in self.spans)))
+        return "".join(json.dumps(line) + "\n" for line in (head, *(span._asdict() for span in spans)))
 
     @classmethod
     def read(cls, path: Path) -> Trace:
@@ -125,9 +127,10 @@ class Trace:
             spans = [Span(**line) for line in lines]
             if any(span.kind not in get_args(Kind) for span in spans):
                 raise ValueError("unknown kind of span")
+            rank, host, facts = head["rank"], head["host"], head["facts"]
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"`{path}` is not a trace of format {FORMAT}: {error}") from error
-        trace = cls(rank=head["rank"], host=head["host"], facts=head["facts"], totals=totals, keep=max(len(spans), 1))
+        trace = cls(rank=rank, host=host, facts=facts, totals=totals, keep=max(len(spans), 1))
         trace.spans.extend(spans)
         return trace
 
