@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: write aside, flush, fsync, rename, fsync the folder. An OSError leaves nothing behind."""
+    """Put `data` at `path`: write aside, flush, fsync, rename, fsync the folder. An exception leaves nothing behind."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -17,8 +18,9 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
         sync_folder(path.parent)
-    except OSError:
-        aside.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
         raise
 
 
