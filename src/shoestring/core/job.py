@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -93,6 +93,7 @@ class Job:
         self.stopping = False
         self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self._stop_asked = False
+        self._silent = False
         self._totals: Tensor | None = None
         if isinstance(self.model, DistributedDataParallel):
             self.module, self.replicas, self.sync = self.model.module, (HOSTS, LOCAL), no_sync(self.model)
@@ -216,7 +217,7 @@ class Job:
             counts = count.double() * batches
             if group := self.world.group(self.replicas):
                 dist.all_reduce(counts, group=group)
-            self.progress.count = float(counts)
+            self.progress.count = max(float(counts), 1.0)
         return self.progress.count / ranks
 
     def _settle(self, sums: Tensor) -> None:
@@ -225,9 +226,13 @@ class Job:
         if ready is None:
             return
         loss, count, votes = ready.tolist()
-        if not math.isfinite(loss):
+        if not (math.isfinite(loss) and count):
+            self.built_optimizer.zero_grad(set_to_none=True)
+            at = f"at step {self.progress.step + 1 - (ready is not sums)}"
+            if not count:
+                raise NonFiniteError(f"there is no loss {at}: none of its targets count")
             raise NonFiniteError(
-                f"the loss became {loss} at step {self.progress.step + 1 - (ready is not sums)}",
+                f"the loss became {loss} {at}",
                 hint="the last save is good; resume with a lower learning rate or with [optim.clip]",
             )
         self.progress.tokens += int(count)
@@ -256,29 +261,42 @@ class Job:
             foreach_mul_(self.gradients, float(ratio))
             self.progress.count = float(count)
 
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
     def _before(self, *_: object) -> None:
+        if self._silent:
+            return
         for phase in (Phase.CLIP, Phase.GRAD, Phase.WAIT):
             for work in self._phases[phase]:
                 work()
 
     def _after(self, *_: object) -> None:
+        if self._silent:
+            return
         for phase in (Phase.PROJECT, Phase.OUTER):
             for work in self._phases[phase]:
                 work()
         self.progress.step += 1
         for work in self._phases[Phase.CAPTURE]:
             work()
+        self.trace.step = self.progress.step
 
     def build(self) -> None:
         """Build the optimizer and hang the phases around its step, so that foreign loops run them as well."""
         self.built_optimizer = self.optimizer(self.parameters)
-        self.built_optimizer.register_step_pre_hook(self._before)
-        self.built_optimizer.register_step_post_hook(self._after)
+        self.exits.callback(self.built_optimizer.register_step_pre_hook(self._before).remove)
+        self.exits.callback(self.built_optimizer.register_step_post_hook(self._after).remove)
         self.trace.facts["parameters"] = sum(parameter.numel() for parameter in self.parameters)
         self.trace.facts["gradient_bytes"] = sum(p.numel() * p.element_size() for p in self.parameters)
         self.trace.facts["ranks"] = self.world.size
         self.keep("model", ModelState(self.model), across="shard")
-        self.keep("optimizer", OptimizerState(self.model, self.built_optimizer), across="shard")
+        self.keep("optimizer", OptimizerState(self.model, self.built_optimizer, self._silently), across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,17 +59,32 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state under the names of its parameters, so that it fits any sharding."""
+    """An optimizer's state under the names of its parameters, so that it fits any sharding.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    Learning rates and the like are settings, not state: after loading they are those of the present run, so that a
+    run can go on with others.
+
+    Args:
+        silent: a context in which steps of the optimizer run no hooks; torch makes one, of zero gradients, to lay out
+            the state of an optimizer that has made none yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, silent: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.model, self.optimizer, self.silent = model, optimizer, silent
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer)
+        with self.silent():
+            return get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parts = {name: part for each in state_dict["state"].values() for name, part in each.items()}
-        set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
+        settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        with self.silent():
+            set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
+        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(values)
 
 
 class RandomState:
