@@ -84,8 +84,11 @@ class Saver:
                 f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
                 hint="earlier saves are intact; free space, then resume",
             ) from error
-        for path in saves(self.folder)[self.keep :]:
-            path.unlink(missing_ok=True)
+        # Saves of later steps are damaged ones or of a future that the run went back from; "auto" must not take them.
+        later = [other for other in saves(self.folder) if other.name > path.name]
+        earlier = [other for other in saves(self.folder) if other.name < path.name]
+        for other in (*later, *earlier[self.keep - 1 :], *self.folder.glob(".step-*.tmp")):
+            other.unlink(missing_ok=True)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -93,10 +96,10 @@ class Saver:
         """The first readable save, newest first. A named one that is missing is an error; "auto" may find none."""
         candidates = saves(self.folder) if where == "auto" else _named(Path(where))
         for path in candidates:
-            data = path.read_bytes()
             try:
+                data = path.read_bytes()
                 unpack(data)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 log.warning("skipping `%s`: %s", path, error)
                 continue
             return path, data
@@ -116,7 +119,7 @@ class Saver:
                 try:
                     self.job.kept[name].state.load_state_dict(state)
                 except (RuntimeError, KeyError, ValueError) as error:
-                    reason = str(error).splitlines()[-1].strip()
+                    reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
                     raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
