@@ -80,7 +80,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     """
     if "shoestring-local" not in registry._registry:
         registry.register("shoestring-local", _handler)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says what failed
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -107,12 +107,17 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return LocalRendezvous(parameters.run_id)
 
 
+def _own_words(message: object) -> object:
+    """The worker's message without the time and class it stands beside in the file it was left in."""
+    return message["message"] if isinstance(message, dict) else message
+
+
 def _explain(error: ChildFailedError) -> int:
     """Say which worker failed first and why, in the worker's own words where it left some."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
-    if failure.message and failure.exitcode == 2:
-        sys.stderr.write(f"{failure.message}\n")
+    if failure.exitcode == 2:
+        sys.stderr.write(f"{_own_words(failure.message)}\n")
     return failure.exitcode
