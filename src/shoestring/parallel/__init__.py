@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -28,7 +29,7 @@ class DDP(Feature):
     engine: ClassVar = "ddp"
 
     def check(self, job: Job) -> None:
-        if self.bucket_mb <= 0:
+        if not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"`{self.name}.bucket_mb` must be positive, got {self.bucket_mb}")
         if job.engine == "ddp" and job.model is not job.module:
             raise ConfigError("the model is wrapped in DDP already", hint=f"remove {self.name}")
