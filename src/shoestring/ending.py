@@ -97,7 +97,8 @@ def _device(job: Job) -> str:
 
 def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter) -> Result:
     """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
-    status = "stopped" if job.stopping and job.progress.step < job.progress.total else "finished"
+    done = 0 < job.progress.total <= job.progress.step
+    status = "stopped" if job.stopping and not done else "finished"
     job.trace.facts |= {"seconds": seconds, "steps": job.progress.step}
     held_out = evaluate(job, run, data) if status == "finished" else {}
     if held_out:
@@ -105,7 +106,8 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
     compared = _baselines(job, data) if run.settings.baselines and status == "finished" else {}
     made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.offered}
     whole = _whole(job, made_by)
-    ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, seconds)).encode())]
+    rate = (job.progress.tokens - meter.tokens_before) / seconds / job.world.size if seconds else 0.0
+    ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, rate)).encode())]
     traces = job.world.gather(job.trace.dumps().encode())
     if job.world.first:
         assert whole is not None
@@ -170,7 +172,7 @@ def _samples(model: nn.Module, run: Run, data: Feed) -> list[dict[str, str]]:
     return samples
 
 
-def _rank(job: Job, seconds: float) -> dict[str, Any]:
+def _rank(job: Job, tokens_per_second: float) -> dict[str, Any]:
     world = job.world
     return {
         "rank": world.rank,
@@ -178,7 +180,7 @@ def _rank(job: Job, seconds: float) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
         "dtype": str(job.parameters[0].dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "tokens_per_second": job.progress.tokens / seconds / world.size if seconds else 0.0,
+        "tokens_per_second": tokens_per_second,
         "memory_gib": memory_gib(world.device),
     }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def claim(run: Run) -> Path:
             f"cannot write the run folder `{folder}`: {error.strerror}", hint="choose another with --run.folder"
         ) from error
     return folder
+
+
+def release(folder: Path) -> None:
+    """Undo the claim of a run that ended before it began, so that the folder can be claimed again."""
+    if (folder / "metrics.jsonl").exists():
+        return
+    for name in ("run.toml", "environment.json"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # prepared data stays, and then the folder does
+        folder.rmdir()
 
 
 def _free(folder: Path, run: Run) -> Path:

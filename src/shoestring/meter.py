@@ -69,6 +69,7 @@ class Meter:
         peak = peak_flops(job.world.device)
         self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
         self.waited = 0.0
+        self.tokens_before = job.progress.tokens  # of the run that this one resumed
         self.recent: deque[float] = deque(maxlen=64)
         self._marks: deque[_Mark] = deque([_Mark(time.perf_counter(), job.progress.tokens, 0.0)], maxlen=16)
         self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None

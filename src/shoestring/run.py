@@ -77,8 +77,8 @@ class Run:
             if getattr(self.settings, name) < 1:
                 raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")
         for name in ("minutes", "evaluate_every", "seed"):
-            if getattr(self.settings, name) < 0:
-                raise ConfigError(f"`run.{name}` must not be negative, got {getattr(self.settings, name)}")
+            if not 0 <= getattr(self.settings, name) < 2**63:
+                raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
 
     @property
     def document(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Run:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{source}` is not TOML: {error}") from error
     override(document, overrides)
-    return parse(document, name=path.parent.name if path.name == "run.toml" else path.stem, source=source)
+    return parse(document, name=path.resolve().parent.name if path.name == "run.toml" else path.stem, source=source)
 
 
 def locate(source: str) -> Path:

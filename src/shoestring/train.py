@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shoestring import build, ending, folder
@@ -39,11 +41,14 @@ def train(run: Run, world: World) -> ending.Result:
     run = run.completed(world)
     path = Path(world.decide(lambda: str(folder.claim(run))))
     run = run.placed(path)
-    data = feed(run, world, path)
     with ExitStack() as stack:
+        if world.first:
+            stack.callback(folder.release, path)
+        data = feed(run, world, path)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(_job(run, world, data, trace))
         loader = _loader(run, world, data)
+        stack.callback(loader.close)
         stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
@@ -67,7 +72,10 @@ def _job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
     progress = Progress(total=0 if settings.minutes else settings.steps)
     job = compose(Job(model, call_model, loss, progress=progress, world=world, trace=trace), run.features)
     # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between them.
-    torch.manual_seed(settings.seed * 1_000_003 + world.rank)
+    seed = (settings.seed * 1_000_003 + world.rank) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     return job
 
 
