@@ -163,14 +163,10 @@ class Attention(nn.Module):
         v = heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # B K T D
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        mixed = F.scaled_dot_product_attention(q, *self._shared(k, v), **causal(T, k.shape[2], q.device))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, enable_gqa=self.heads > self.kv_heads, **causal(T, k.shape[2], q.device)
+        )
         return self.out(mixed.transpose(1, 2).reshape(B, T, C))
-
-    def _shared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        group = self.heads // self.kv_heads
-        if group == 1:
-            return k, v
-        return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
 def causal(queries: int, keys: int, device: torch.device) -> dict[str, Any]:
