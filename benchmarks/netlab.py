@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
@@ -140,7 +141,7 @@ def left_after(rounds: int) -> list[str]:
     before, folders = surroundings(), set(records.folders())
     left: list[str] = []
     for _ in range(rounds):
-        owner = _start_owner()
+        owner = start_owner()
         family = list(descendants(owner.pid))
         namespaces = {name for identity in family for name in _namespaces(identity.pid)} - _namespaces(os.getpid())
         owner.kill()
@@ -148,7 +149,7 @@ def left_after(rounds: int) -> list[str]:
         assert owner.stdin is not None and owner.stdout is not None
         owner.stdin.close()
         owner.stdout.close()
-        left += [f"process {identity.pid}" for identity in family if not _ends(identity)]
+        left += [f"process {identity.pid}" for identity in family if not ends(identity)]
         left += [f"namespace {name}" for name in namespaces & _all_namespaces()]
     with netlab(hosts=1):  # the next start, which clears away
         pass
@@ -156,7 +157,8 @@ def left_after(rounds: int) -> list[str]:
     return left + sorted(surroundings() - before)
 
 
-def _start_owner() -> subprocess.Popen[str]:
+def start_owner() -> subprocess.Popen[str]:
+    """Start a process that owns a lab of two hosts with programs on them, and waits to be killed."""
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", _OWNER]
     owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -176,7 +178,8 @@ def descendants(pid: int) -> Iterator[Identity]:
     """The processes that `pid` has started, directly or not."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent(int(entry.name)) == pid:
-            yield Identity.of(int(entry.name))
+            with suppress(ProcessLookupError):
+                yield Identity.of(int(entry.name))
             yield from descendants(int(entry.name))
 
 
@@ -194,7 +197,7 @@ def _all_namespaces() -> set[str]:
     return {name for entry in Path("/proc").iterdir() if entry.name.isdigit() for name in _namespaces(int(entry.name))}
 
 
-def _ends(identity: Identity, timeout: float = 20.0) -> bool:
+def ends(identity: Identity, timeout: float = 20.0) -> bool:
     """Whether a process that is bound to end does."""
     try:
         handle = os.pidfd_open(identity.pid)

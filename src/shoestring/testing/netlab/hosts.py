@@ -41,10 +41,9 @@ cd /
 mount --move "$4/tree" {ROOT}
 mount -t proc proc /proc
 echo "$pid"
-trap '' CHLD
-exec sleep infinity >/dev/null 2>&1
+exec env --ignore-signal=CHLD sleep infinity >/dev/null 2>&1
 """
-# SIGCHLD stays ignored over exec, so the kernel reaps the orphans that a first process inherits. Reno, because every
+# As SIGCHLD is ignored, the kernel reaps the orphans that a first process inherits. Reno, because every
 # kernel lets a namespace choose it: else a slow link would behave as the machine's default does, which differs.
 
 
