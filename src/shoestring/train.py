@@ -49,7 +49,6 @@ def train(run: Run, world: World) -> ending.Result:
         job = stack.enter_context(_job(run, world, data, trace))
         loader = _loader(run, world, data)
         stack.callback(loader.close)
-        stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
         meter = stack.enter_context(ending.metered(job, run, data, path))
