@@ -6,7 +6,11 @@ Checked with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket, Store, TCPStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 """(tensors, scalar or 0-d tensor): multiply each in place, in one kernel where the device has one."""
@@ -17,4 +21,32 @@ def has_bf16_units() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-__all__ = ["Store", "TCPStore", "foreach_mul_", "has_bf16_units"]
+def process_groups() -> int:
+    """How many process groups this process is in, the default one included."""
+    return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether hooks for what autograd saves (`saved_tensors_hooks`) are on for this thread."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return top(False) is not None
+
+
+def global_module_hooks() -> dict[str, int]:
+    """The kinds of hooks that run on every module, with their numbers."""
+    found = {name: hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")}
+    return {name: len(hooks) for name, hooks in found.items() if isinstance(hooks, dict) and hooks}
+
+
+__all__ = [
+    "GradBucket",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "foreach_mul_",
+    "global_module_hooks",
+    "has_bf16_units",
+    "process_groups",
+    "saved_tensor_hooks",
+    "tree_map_only",
+]
