@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -115,6 +116,13 @@ class Job:
         if name in self.kept:
             raise ConfigError(f"two features keep state under the name `{name}`")
         self.kept[name] = Kept(state, across, merge)
+
+    def patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let `module` run `forward` in place of its own until the job is closed; parameters keep their names."""
+        before = vars(module).get("forward")
+        module.forward = forward
+        undo = partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
+        self.exits.callback(undo)
 
     @property
     def engine(self) -> str:
@@ -350,6 +358,7 @@ def _apply_all(job: Job) -> None:
                 feature.apply(job, seam)
         if seam is Seam.GRAPH and job.backend is not None:
             job.module.compile(backend=job.backend)
+            job.exits.callback(setattr, job.module, "_compiled_call_impl", None)
         if seam is Seam.OPTIM:
             job.build()
 
@@ -357,7 +366,17 @@ def _apply_all(job: Job) -> None:
 def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
     """Attach features to a program with a loop of its own: its `model` and `optimizer`, as they are.
 
-    The features run in hooks of the two, so the loop stays as it is; a feature that wraps the model (DDP) gives the
-    wrapped one as `attach(…).model`.
+    The features run in hooks of the two, so the loop stays as it is. A feature that wraps the model (DDP) gives the
+    wrapped one as `attach(…).model`, and one that builds an optimizer (AdamW) gives it as `.built_optimizer`.
     """
-    return compose(Job(model, optimizer=lambda _: optimizer), features)
+
+    def followed(_: Params) -> Optimizer:
+        """The optimizer over the model's parameters as they are now: `fully_shard` puts others in their place."""
+        now = dict(job.module.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
+        return optimizer
+
+    job = Job(model, optimizer=followed)
+    names = {parameter: name for name, parameter in job.module.named_parameters()}
+    return compose(job, features)

@@ -28,5 +28,4 @@ def _wrap(job: Job, block: nn.Module) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    block.forward = checkpointed
-    job.exits.callback(lambda: block.__dict__.pop("forward", None))
+    job.patch(block, checkpointed)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from shoestring.core._torch import has_bf16_units
+from shoestring.core._torch import has_bf16_units, tree_map_only
 from shoestring.core.job import Batch, Job, Output
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -26,20 +26,25 @@ def choose(device: torch.device) -> tuple[Dtype, str]:
 
 
 def cast(job: Job, dtype: str) -> None:
-    """Wrap `job.forward` and `job.loss`; with fp16, turn the job's scaler on."""
+    """Patch the model's forward pass and wrap `job.loss`; with fp16, turn the job's scaler on.
+
+    The model's output is fp32 again, so that the loss of a foreign loop, which lies outside, is computed in that.
+    """
     if dtype == "fp32":
         return
     device, to = job.world.device.type, _TORCH[dtype]
-    forward, loss = job.forward, job.loss
+    forward, loss = job.module.forward, job.loss
 
-    def cast_forward(model: torch.nn.Module, batch: Batch) -> Output:
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, dtype=to):
-            return forward(model, batch)
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype == to else each, output)
 
     def cast_loss(output: Output, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(device, dtype=to):
             return loss(output, batch)
 
-    job.forward, job.loss = cast_forward, cast_loss
+    job.patch(job.module, cast_forward)
+    job.loss = cast_loss
     if dtype == "fp16":
         job.scaler = torch.amp.GradScaler(device)
