@@ -1,0 +1,304 @@
+"""What every feature promises, clause by clause. Each is a function of a `Case` that raises when it is not kept.
+
+Runs are compared bitwise where the same arithmetic is done in the same order, and in double precision with a small
+tolerance where only the order of sums differs, so that rounding cannot hide a fault.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from shoestring import run
+from shoestring.checkpoint import Plain
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Seam
+from shoestring.core.settings import help_texts, structure
+from shoestring.testing import imports, rivals, scenarios
+from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
+from shoestring.testing.pool import RankError
+
+STEPS = 6  # of the runs that are compared bitwise
+STOP = 3  # where they are interrupted
+ROUNDING = 1e-9  # relative difference that the order of sums makes in double precision
+ENDINGS = ("normally", "in forward", "in backward", "while attaching")
+Result = Mapping[str, Any]
+Clause = Callable[[Case], None]
+
+
+def neutral_is_absence(case: Case) -> None:
+    """The neutral setting gives the bits that a job without the feature gives."""
+    neutral = type(case.feature).neutral
+    if neutral is None:
+        raise NotApplicableError("states no neutral setting")
+    for ranks in case.ranks:
+        without = case.train(ranks, steps=STEPS, dropout=0.1)
+        _same_bits(case.train(ranks, neutral, steps=STEPS, dropout=0.1), without, f"neutral on {ranks} rank(s)")
+
+
+def resumes_bitwise(case: Case) -> None:
+    """A run that is stopped and resumed ends with the bits of one that was not."""
+    for ranks in case.ranks:
+        whole = _saving(case, ranks, case.fresh())
+        _same_on_ranks(whole)
+        folder = case.fresh()
+        _saving(case, ranks, folder, stop=STOP)
+        rest = _saving(case, ranks, folder, resume=True)
+        require(rest[0]["start"] == STOP, f"stopped after step {STOP}, resumed after step {rest[0]['start']}")
+        tails = [{**result, "losses": result["losses"][STOP:]} for result in whole]
+        _same_bits(rest, tails, f"resumed on {ranks} rank(s)")
+
+
+def resumes_on_other_ranks(case: Case) -> None:
+    """A run may go on with another number of ranks."""
+    if not case.reshards or len(case.ranks) < 2:
+        raise NotApplicableError("is not declared to go on with another number of ranks")
+    few, many = case.ranks[0], case.ranks[-1]
+    for before, after in ((few, many), (many, few)):
+        folder = case.fresh()
+        _saving(case, before, folder, stop=STOP, precise=True)
+        rest = _saving(case, after, folder, resume=True, precise=True)
+        what = f"from {before} to {after} ranks"
+        require(rest[0]["start"] == STOP, f"{what}: resumed after step {rest[0]['start']}, not {STOP}")
+        if case.exact_across_ranks:
+            whole = case.train(before, case.feature, steps=STEPS, precise=True)
+            _close(rest[0], {**whole[0], "losses": whole[0]["losses"][STOP:]}, what)
+
+
+def round_trips_through_toml(case: Case) -> None:
+    """Settings written to a run file are read back equal."""
+    for feature in _settings(case.feature):
+        try:
+            back = _round_trip(feature)
+        except (TypeError, ValueError, ConfigError) as error:
+            raise ViolationError(f"{feature} does not survive a run file: {error}") from error
+        require(back == feature, f"{feature} comes back from a run file as {back}")
+
+
+def explains_its_fields(case: Case) -> None:
+    """The class and each field have a text for `--help` and the reference."""
+    kind = type(case.feature)
+    require(kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("), f"{kind.__name__} has no docstring")
+    texts = help_texts(kind)
+    for each in fields(kind):
+        require(texts.get(each.name), f"the field `{each.name}` has no text under it")
+
+
+def one_rank_equals_two(case: Case) -> None:
+    """Several ranks on a share of the batch each compute what one rank computes, also when they count differently."""
+    if not case.exact_across_ranks or len(case.ranks) < 2:
+        raise NotApplicableError("is not declared exact across ranks")
+    one = case.train(case.ranks[0], case.feature, steps=STEPS, precise=True, ragged=True)
+    several = case.train(case.ranks[-1], case.feature, steps=STEPS, precise=True, ragged=True)
+    _same_on_ranks(several)
+    _close(several[0], one[0], f"{case.ranks[-1]} ranks and {case.ranks[0]}")
+
+
+def converges(case: Case) -> None:
+    """Held-out loss ends within the declared tolerance of a job without the feature."""
+    ranks = case.ranks[-1]
+    without = case.train(ranks, steps=case.steps)[0]["held_out"]
+    try:
+        with_it = case.train(ranks, case.feature, steps=case.steps)[0]["held_out"]
+    except RankError as error:
+        if error.kind != "NonFiniteError":
+            raise
+        raise ViolationError(f"diverges: {error.message}") from error
+    require(
+        with_it <= without + case.tolerance,
+        f"held-out loss after {case.steps} steps is {with_it:.4f}, without the feature {without:.4f}: "
+        f"more than the tolerance of {case.tolerance:g} above it",
+    )
+
+
+def refuses_before_it_takes(case: Case) -> None:
+    """A second owner of a seam, or another feature's refusal, is raised before anything is taken."""
+    for ranks in case.ranks:
+        company = case.company(ranks, case.feature)
+        unsaid = case.run(scenarios.owns, ranks, company)[0]
+        require(
+            not unsaid, f"takes {', '.join(unsaid)} without naming it among its seams: nobody refuses a second owner"
+        )
+        for other, error in (*_rivals(case.feature), (rivals.Refuse(), "ConfigError")):
+            for result in case.run(scenarios.refuse, ranks, [*company, other]):
+                got = f"{result['error']}: {result['message']}" if result["error"] else "nothing"
+                require(result["error"] == error, f"beside {other.name}: raised {got}, not a {error}")
+                require(not result["left"], f"took before all had been checked: {', '.join(result['left'])}")
+
+
+def releases_what_it_takes(case: Case) -> None:
+    """Hooks, patches, threads, files and groups are gone once the job is closed, also after an exception."""
+    for ranks in case.ranks:
+        for ending in ENDINGS:
+            company = case.company(ranks, case.feature)
+            arguments = {"ending": ending, "returns_model": case.returns_model}
+            for held in case.run(scenarios.release, ranks, company, **arguments):
+                left = [each for each in held if each not in case.stays]
+                require(not left, f"ended {ending}, on {ranks} rank(s), still there: {', '.join(left[:5])}")
+
+
+def attaches_to_a_foreign_loop(case: Case) -> None:
+    """One line in a training script that knows nothing of the library has the effect that it has in a job."""
+    for ranks in case.ranks:
+        shared = [*case.companions, case.feature]
+        loop = case.run(scenarios.foreign, ranks, shared, steps=STEPS)
+        _same_weights(loop)
+        job = case.train(ranks, case.feature, steps=STEPS, open_end=True)[0]
+        without = case.train(ranks, steps=STEPS, open_end=True)[0]
+        effect = np.abs(weights(job) - weights(without)).max()
+        apart = np.abs(weights(loop[0]) - weights(job)).max()
+        what = "does nothing there" if effect > apart * 0.9 and _equal(loop[0], without) else f"is {apart:.2g} off"
+        require(
+            apart <= max(0.05 * effect, 1e-5),
+            f"in a foreign loop on {ranks} rank(s) it {what}: in a job it changes weights by {effect:.2g}",
+        )
+
+
+def imports_no_other_area(case: Case) -> None:
+    """The feature's area stands alone, and its settings are read without torch."""
+    kind = type(case.feature)
+    for place, area in imports.areas_named(kind):
+        raise ViolationError(f"{place} imports the area `{area}`")
+    loaded = imports.loaded_with(kind)
+    own = imports.area_of(kind)
+    others = sorted(area for area in run.AREAS if f"shoestring.{area}" in loaded and area != own)
+    require(not others, f"importing {kind.__module__} loads the area `{', '.join(others)}`")
+    require("torch" not in loaded, f"importing {kind.__module__} loads torch, which `--help` would wait for")
+
+
+def composes(case: Case) -> None:
+    """Beside each representative of another area it trains, keeps ranks equal, names parameters alike and resumes."""
+    if not case.representative:
+        raise NotApplicableError("is not its area's representative")
+    plain = case.train(case.ranks[-1], steps=1)[0]["names"]
+    for partner in case.partners:
+        if partner.name.split(".")[0] == case.feature.name.split(".")[0]:
+            continue
+        reason = case.clashes.get(partner.name)
+        try:
+            _pair(case, partner, plain) if reason is None else _clash(case, partner, reason)
+        except AssertionError as error:
+            raise ViolationError(f"with {partner.name}: {error}") from error
+
+
+CLAUSES: tuple[Clause, ...] = (
+    neutral_is_absence,
+    resumes_bitwise,
+    resumes_on_other_ranks,
+    round_trips_through_toml,
+    explains_its_fields,
+    one_rank_equals_two,
+    converges,
+    refuses_before_it_takes,
+    releases_what_it_takes,
+    attaches_to_a_foreign_loop,
+    imports_no_other_area,
+    composes,
+)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _saving(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
+    """Train with something that saves: the feature itself, where it is of that area."""
+    several = [*others, case.feature]
+    if not any(isinstance(each, Plain) for each in several):
+        several.insert(0, Plain())
+    arguments = {"steps": STEPS, "dropout": 0.0 if arguments.get("precise") else 0.1} | arguments
+    return case.train(ranks, *several, folder=folder, **arguments)
+
+
+def _pair(case: Case, partner: Feature, names: list[str]) -> None:
+    ranks = case.ranks[-1]
+    whole = _saving(case, ranks, case.fresh(), partner)
+    require(np.isfinite(weights(whole[0])).all(), "the weights are not finite")
+    require(whole[0]["names"] == names, "parameters have other names")
+    _same_on_ranks(whole)
+    folder = case.fresh()
+    _saving(case, ranks, folder, partner, stop=STOP)
+    rest = _saving(case, ranks, folder, partner, resume=True)
+    _same_bits(rest, [{**result, "losses": result["losses"][STOP:]} for result in whole], "resumed")
+
+
+def _clash(case: Case, partner: Feature, reason: str) -> None:
+    """A pair that is known not to work must be refused, on the ranks where it would not."""
+    try:
+        case.train(case.ranks[-1], partner, case.feature, steps=1)
+    except RankError as error:
+        require(error.kind in ("ConfigError", "ConflictError"), f"fails instead of being refused ({reason}): {error}")
+        return
+    raise ViolationError(f"runs, though it is declared that it cannot: {reason}")
+
+
+def _settings(feature: Feature) -> Iterator[Feature]:
+    """The feature as given, its neutral setting, and its defaults where it has them all."""
+    kind = type(feature)
+    yield feature
+    if kind.neutral is not None:
+        yield kind.neutral
+    if all(each.default is not MISSING or each.default_factory is not MISSING for each in fields(kind)):
+        yield kind()
+
+
+def _round_trip(feature: Feature) -> Feature:
+    if imports.area_of(type(feature)) in run.AREAS:
+        (back,) = run.parse(tomllib.loads(run.Run(name="suite", features=(feature,)).dump())).features
+        return back
+    return structure(tomllib.loads(tomli_w.dumps(asdict(feature))), type(feature), feature.name, "the run file")
+
+
+def _rivals(feature: Feature) -> Iterator[tuple[Feature, str]]:
+    """A second owner of each seam that has one owner."""
+    for rival in (rivals.Sharder(), rivals.Wirer(), rivals.Optimizing()):
+        if rival.seams[0] in feature.seams and (rival.seams[0] is Seam.OPTIM or feature.over):
+            yield rival, "ConflictError"
+
+
+def _same_bits(results: list[dict[str, Any]], expected: list[dict[str, Any]], what: str) -> None:
+    for rank, (result, other) in enumerate(zip(results, expected, strict=True)):
+        for key in ("losses", "names", "weights"):
+            require(
+                result[key] == other[key],
+                f"{what}: {key} differ"
+                + (f" on rank {rank}: {_first_difference(result, other)}" if rank or key else ""),
+            )
+
+
+def _first_difference(result: Result, other: Result) -> str:
+    for index, (one, two) in enumerate(zip(result["losses"], other["losses"], strict=False)):
+        if one != two:
+            return f"loss {index + 1} is {one!r}, not {two!r}"
+    return "the losses are equal"
+
+
+def _same_on_ranks(results: list[dict[str, Any]]) -> None:
+    _same_weights(results)
+    for result in results[1:]:
+        for name, digest in result["same"].items():
+            message = f'`{name}` is kept as "same", but differs between ranks'
+            require(digest == results[0]["same"][name], message)
+
+
+def _same_weights(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        require(result["weights"] == results[0]["weights"], f"rank {rank} ends with other weights than rank 0")
+
+
+def _equal(result: Result, other: Result) -> bool:
+    return np.allclose(weights(result), weights(other), rtol=1e-4, atol=1e-5)
+
+
+def _close(result: Result, expected: Result, what: str) -> None:
+    for key, one, two in (
+        ("losses", np.array(result["losses"]), np.array(expected["losses"])),
+        ("weights", weights(result), weights(expected)),
+    ):
+        require(one.shape == two.shape, f"{what}: {len(one)} {key}, not {len(two)}")
+        apart = np.abs(one - two).max(initial=0.0)
+        require(apart <= ROUNDING, f"{what}: {key} are {apart:.2g} apart, more than the order of sums makes")

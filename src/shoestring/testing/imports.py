@@ -1,0 +1,70 @@
+"""Which areas a feature's code imports: as it is written, and as a fresh interpreter loads it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from shoestring.core.feature import Feature
+from shoestring.run import AREAS
+
+
+def area_of(kind: type[Feature]) -> str:
+    """The area of a feature of this package; empty for others."""
+    parts = kind.__module__.split(".")
+    return parts[1] if parts[0] == "shoestring" and len(parts) > 1 else ""
+
+
+def areas_named(kind: type[Feature]) -> Iterator[tuple[str, str]]:
+    """(file:line, area) of every import of an area that is not the feature's own."""
+    own = area_of(kind)
+    file = Path(inspect.getfile(kind))
+    package = f"shoestring.{own}" if own else ""
+    for path in sorted(file.parent.rglob("*.py")) if own else [file]:
+        for line, name in _imported(ast.parse(path.read_text()), package):
+            parts = name.split(".")
+            if parts[0] == "shoestring" and len(parts) > 1 and parts[1] in AREAS and parts[1] != own:
+                yield f"{path.name}:{line}", parts[1]
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what is imported anywhere in a module, and of `shoestring.name` as an expression."""
+    aliases = {"shoestring"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                aliases |= {each.asname for each in names if each.name == "shoestring" and each.asname}
+                yield from ((node.lineno, each.name) for each in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = ".".join(package.split(".")[: 2 - level + 1]) if level else ""
+                start = ".".join(part for part in (base, module) if part)
+                yield from ((node.lineno, f"{start}.{each.name}") for each in names)
+            case ast.Constant(value=str(text)) if text.startswith("shoestring."):
+                yield node.lineno, text  # for importlib
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in aliases:
+                yield node.lineno, f"shoestring.{attribute}"
+
+
+def loaded_with(kind: type[Feature]) -> frozenset[str]:
+    """The modules that a fresh interpreter has loaded once it has imported the feature's settings."""
+    return _loaded(kind.__module__, tuple(path for path in sys.path if path))
+
+
+@cache
+def _loaded(module: str, path: tuple[str, ...]) -> frozenset[str]:
+    code = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, module], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"`import {module}` fails in a fresh interpreter:\n{done.stderr}")
+    return frozenset(done.stdout.split())

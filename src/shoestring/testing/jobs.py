@@ -1,0 +1,86 @@
+"""The tiny task of the conformance suite: a model with what trips features up, and text that it can learn.
+
+The model has tied weights, biases, norms, a frozen parameter, dropout and a list of blocks. A token is followed by
+one fixed successor nine times of ten, and by any token otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+VOCABULARY, WIDTH, BLOCKS, SEQUENCE, BATCH = 32, 16, 2, 8, 8
+HELD_OUT = 1_000_000  # the number of the first batch that is never trained on
+
+
+class Block(nn.Module):
+    """A residual layer over each token and its predecessor."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        previous = torch.cat([torch.zeros_like(normed[:, :1]), normed[:, :-1]], dim=1)
+        return hidden + self.dropout(self.down(torch.relu(self.up(torch.cat([normed, previous], dim=-1)))))
+
+
+class Tiny(nn.Module):
+    """Tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0), requires_grad=False)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def tiny(dropout: float = 0.0) -> nn.Module:
+    """The same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Tiny(dropout)
+        nn.init.normal_(model.embedding.weight, std=0.3)
+    return model
+
+
+def sgd(lr: float = 0.2) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """The optimizer where the feature under test builds none: no adaptivity that would hide what it did."""
+    return lambda parameters: SGD(parameters, lr=lr, momentum=0.9)
+
+
+def batch(number: int, rank: int = 0, size: int = 1, *, ragged: bool = False) -> dict[str, Tensor]:
+    """This rank's share of batch `number`, which is the same text for any number of ranks.
+
+    Args:
+        ragged: leave out targets, more of them at the end of the batch, so that ranks count differently many.
+    """
+    generator = torch.Generator().manual_seed(7919 + number)
+    draws = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+    surprising = torch.rand((BATCH, SEQUENCE + 1), generator=generator) < 0.1
+    tokens = draws.clone()
+    for position in range(1, SEQUENCE + 1):
+        successor = (5 * tokens[:, position - 1] + 3) % VOCABULARY
+        tokens[:, position] = torch.where(surprising[:, position], draws[:, position], successor)
+    targets = tokens[:, 1:].clone()
+    if ragged:
+        left_out = torch.arange(SEQUENCE).flip(0) < torch.arange(BATCH)[:, None]
+        targets[left_out] = -100
+    share = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+    return {"inputs": tokens[share, :-1].contiguous(), "targets": targets[share].contiguous()}

@@ -1,0 +1,247 @@
+"""Ranks that stay: processes in one Gloo group on loopback, which run one scenario after the other.
+
+    with Pool(2) as pool:
+        pool.call(scenario, steps=3)      # [what rank 0 returned, what rank 1 returned]
+
+A scenario is a function of a module; it travels as `module:name` with arguments of JSON types, and its result comes
+back as JSON, so nothing is pickled. `python -m shoestring.testing.pool` is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE = 5.0  # seconds that the other ranks have left, once one has failed
+Reply = dict[str, Any]
+
+
+class RankError(AssertionError):
+    """A scenario failed on a rank, or did not end in time; `kind` is the exception's class, or "Timeout"."""
+
+    def __init__(self, kind: str, message: str, detail: str = "") -> None:
+        super().__init__(f"{message}\n{detail}" if detail else message)
+        self.kind, self.message = kind, message
+
+
+class Pool:
+    """`ranks` processes, started at the first call and kept until `close`.
+
+    After a scenario that failed, the group is tried, and the processes are started afresh if it no longer works.
+
+    Args:
+        timeout: seconds that one scenario may take; then the processes are killed and RankError says where they were.
+    """
+
+    def __init__(self, ranks: int = 2, *, timeout: float = 120.0) -> None:
+        self.ranks, self.timeout = ranks, timeout
+        self._workers: list[_Worker] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are running now."""
+        return [worker.process.pid for worker in self._workers]
+
+    def call(self, scenario: Callable[..., Any], /, **arguments: Any) -> list[Any]:
+        """Run `scenario(**arguments)` on every rank at once.
+
+        Returns:
+            Each rank's result, after a round trip through JSON.
+
+        Raises:
+            RankError: it raised on a rank, a rank died, or the time was up.
+        """
+        if not self._workers:
+            self._start()
+        replies = self._ask(f"{scenario.__module__}:{scenario.__qualname__}", arguments, self.timeout)
+        failed = [(rank, reply) for rank, reply in enumerate(replies) if "result" not in reply]
+        if not failed:
+            return [reply["result"] for reply in replies]
+        if not self._usable(failed):
+            self._kill()
+        rank, first = next(
+            ((r, reply) for r, reply in failed if reply["kind"] not in ("Waiting", "Timeout")), failed[0]
+        )
+        raise RankError(first["kind"], f"rank {rank}: {first['message']}", first["detail"])
+
+    def close(self) -> None:
+        """Stop the processes: they are asked to, and killed when they do not."""
+        for worker in self._workers:
+            worker.requests.close()
+        deadline = time.monotonic() + PATIENCE
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _usable(self, failed: list[tuple[int, Reply]]) -> bool:
+        """Whether the group survived: all ranks failed alike, and they still add up."""
+        if len(failed) < self.ranks or any(reply["kind"] in ("Timeout", "Waiting", "Died") for _, reply in failed):
+            return False
+        return self._ask("shoestring.testing.pool:healthy", {}, PATIENCE) == [{"result": True}] * self.ranks
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shoestring-pool-")
+        folder = Path(self._folder.name)
+        self._workers = [_Worker(rank, self.ranks, folder, self.timeout) for rank in range(self.ranks)]
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        if self._workers:
+            self._folder.cleanup()
+        self._workers = []
+
+    def _ask(self, scenario: str, arguments: dict[str, Any], timeout: float) -> list[Reply]:
+        request = json.dumps({"scenario": scenario, "arguments": arguments, "path": sys.path}) + "\n"
+        for worker in self._workers:
+            worker.send(request)
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list[Reply]:
+        """One reply a rank. Once one has failed the others get a little longer only: they may wait for it in vain."""
+        replies: dict[int, Reply] = {}
+        deadline, late = time.monotonic() + timeout, "Timeout"
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+            while len(replies) < self.ranks and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    worker: _Worker = key.data
+                    if (reply := worker.receive()) is None:
+                        continue
+                    replies[worker.rank] = reply
+                    selector.unregister(worker.replies)
+                    if "result" not in reply and late == "Timeout":
+                        deadline, late = min(deadline, time.monotonic() + PATIENCE), "Waiting"
+        return [replies.get(w.rank) or w.overdue(late, timeout) for w in self._workers]
+
+
+class _Worker:
+    """One rank: its process, a pipe each way, and a file for what it prints."""
+
+    def __init__(self, rank: int, size: int, folder: Path, timeout: float) -> None:
+        self.rank = rank
+        self.output = folder / f"rank{rank}.log"
+        down, up = os.pipe(), os.pipe()
+        command = [sys.executable, "-m", "shoestring.testing.pool", str(rank), str(size)]
+        command += [str(folder / "store"), str(timeout), str(down[0]), str(up[1])]
+        # Ranks that meet on one machine need no more than loopback, and share its cores.
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                pass_fds=(down[0], up[1]),
+            )  # fmt: skip
+        os.close(down[0])
+        os.close(up[1])
+        self.requests = os.fdopen(down[1], "w")
+        self.replies = os.fdopen(up[0], "rb", buffering=0)
+        self._received = b""
+
+    def send(self, request: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died; `receive` finds out and says so
+            self.requests.write(request)
+            self.requests.flush()
+
+    def receive(self) -> Reply | None:
+        """The reply, once its last byte is here."""
+        part = self.replies.read(1 << 20)
+        if not part:
+            status = self.process.wait()
+            return {"kind": "Died", "message": f"the process ended with status {status}", "detail": self.printed()}
+        self._received += part
+        if not self._received.endswith(b"\n"):
+            return None
+        reply, self._received = json.loads(self._received), b""
+        return reply
+
+    def overdue(self, kind: str, timeout: float) -> Reply:
+        """A reply in place of one that did not come, with the place in the code where the rank is."""
+        before = self.output.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while self.output.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        what = f"no answer within {timeout:g} s" if kind == "Timeout" else "still busy after another rank had failed"
+        return {"kind": kind, "message": f"{what}; it was killed", "detail": self.printed()}
+
+    def printed(self) -> str:
+        return self.output.read_text(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.requests.close()
+        self.replies.close()
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def healthy() -> bool:
+    """A scenario: whether the ranks of the group still add up."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return float(total) == dist.get_world_size() * (dist.get_world_size() + 1) / 2
+
+
+def serve(rank: int, size: int, store: str, timeout: float, requests: int, replies: int) -> None:
+    """Answer requests until the pipe closes, which it also does when the parent dies."""
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    # The parent's clock rings first, and tells where the ranks are.
+    limit = timedelta(seconds=timeout + 2 * PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    with os.fdopen(requests) as incoming, os.fdopen(replies, "w") as outgoing:
+        for line in incoming:
+            outgoing.write(json.dumps(_answer(json.loads(line))) + "\n")
+            outgoing.flush()
+    dist.destroy_process_group()
+
+
+def _answer(request: dict[str, Any]) -> Reply:
+    sys.path[:] = request["path"]
+    module, _, name = request["scenario"].partition(":")
+    try:
+        result = getattr(import_module(module), name)(**request["arguments"])
+        json.dumps(result)
+    except Exception as error:
+        return {"kind": type(error).__name__, "message": f"{error}", "detail": traceback.format_exc()}
+    return {"result": result}
+
+
+if __name__ == "__main__":
+    number, count, path, seconds, incoming_fd, outgoing_fd = sys.argv[1:]
+    serve(int(number), int(count), path, float(seconds), int(incoming_fd), int(outgoing_fd))

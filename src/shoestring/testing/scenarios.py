@@ -1,0 +1,290 @@
+"""What the clauses run, on one rank in the test's own process or on each rank of a pool.
+
+Arguments and results are of JSON types. Features travel as `encode` writes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import ref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoestring.core.feature import Feature, Seam
+from shoestring.core.job import Job, attach, call_model, compose, cross_entropy
+from shoestring.core.kept import ModelState, Progress
+from shoestring.core.settings import structure
+from shoestring.core.state import pack, unpack
+from shoestring.core.world import World
+from shoestring.testing import jobs
+from shoestring.testing.taken import Allocations, fresh_garbage, taken
+
+Encoded = Mapping[str, Any]
+
+
+def encode(feature: Feature) -> dict[str, Any]:
+    kind = type(feature)
+    return {"of": f"{kind.__module__}:{kind.__qualname__}", "settings": asdict(feature)}
+
+
+def decode(encoded: Encoded) -> Feature:
+    module, _, name = encoded["of"].partition(":")
+    return structure(encoded["settings"], getattr(import_module(module), name), name, "the suite")
+
+
+@cache
+def here() -> World:
+    """This process's world, one for all scenarios, with the groups of its mesh made."""
+    if not dist.is_initialized():
+        return World()
+    world = World.current()
+    assert world.mesh is not None
+    return world
+
+
+def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Module:
+    module, _, name = model.partition(":")
+    built = getattr(import_module(module), name)(dropout)
+    return built.double() if precise else built
+
+
+def features_of(encoded: Iterable[Encoded], folder: str = "") -> list[Feature]:
+    """The features; those that write to a folder write to `folder`."""
+    features = [decode(each) for each in encoded]
+    return [_placed(feature, folder) if folder else feature for feature in features]
+
+
+def _placed(feature: Feature, folder: str) -> Feature:
+    """As `Run.placed` does it."""
+    if "folder" not in [each.name for each in fields(feature)]:
+        return feature
+    return replace(feature, folder=folder)  # pyright: ignore[reportCallIssue]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(
+    *,
+    model: str,
+    features: Sequence[Encoded],
+    steps: int,
+    folder: str,
+    stop: int = 0,
+    resume: bool = False,
+    precise: bool = False,
+    dropout: float = 0.0,
+    ragged: bool = False,
+    open_end: bool = False,
+) -> dict[str, Any]:
+    """Train with features, from the start or a save.
+
+    Args:
+        stop: end after this step by `Job.stop`, as a signal does; 0 trains all `steps`.
+        open_end: do not tell the job how many steps there are, which a foreign loop does not either.
+    """
+    world = here()
+    progress = Progress(total=0 if open_end else steps)
+    built = build(model, dropout=dropout, precise=precise)
+    job = compose(Job(built, optimizer=jobs.sgd(), progress=progress, world=world), features_of(features, folder))
+    torch.manual_seed(1000 + world.rank)
+    with job:
+        start = job.restore("auto") if resume and job.restore is not None else 0
+        losses = []
+        for number in range(start or 0, steps):
+            if number + 1 == stop:
+                job.stop()
+            losses.append(float(job.step(jobs.batch(number, world.rank, world.size, ragged=ragged))))
+            if job.stopping:
+                break
+        return {"start": start, "losses": losses, "held_out": _held_out(job)} | _state(job)
+
+
+def _held_out(job: Job) -> float:
+    """Nats a token on text that was not trained on, without features that act in `job.loss`."""
+    world = job.world
+    total, count = job.evaluate(jobs.batch(jobs.HELD_OUT + number, world.rank, world.size) for number in range(4))
+    return total / count
+
+
+def _state(job: Job) -> dict[str, Any]:
+    """The weights, and a digest of each state that is kept as the same on all ranks."""
+    same = {name: _digest(kept.state.state_dict()) for name, kept in job.kept.items() if kept.across == "same"}
+    return _weights(job.model) | {"same": same}
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Of the content, as it comes back from a save; the bytes of a save differ, for its head is in no order."""
+    total = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            total.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            add(list(value.items()))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        else:
+            total.update(repr(value).encode())
+
+    add(unpack(pack(state)))
+    return total.hexdigest()
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    state = ModelState(model).state_dict()
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    flat = np.concatenate([value.detach().double().numpy().ravel() for value in whole.values()])
+    return {"names": list(whole), "weights": base64.b64encode(flat.tobytes()).decode()}
+
+
+def foreign(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> dict[str, Any]:
+    """A training loop that knows nothing of the library but one line; with two ranks the DDP is its own."""
+    world = here()
+    network = build(model)
+    several = features_of(features, folder)
+    if world.size > 1 and not any(Seam.SHARD in feature.seams for feature in several):
+        network = DistributedDataParallel(network)
+    optimizer = jobs.sgd()([each for each in network.parameters() if each.requires_grad])
+    torch.manual_seed(1000 + world.rank)
+
+    job = attach(network, optimizer, *several)
+    network, optimizer = job.model, job.built_optimizer
+    losses = []
+    for number in range(steps):
+        batch = jobs.batch(number, world.rank, world.size)
+        loss = F.cross_entropy(network(batch["inputs"]).flatten(0, -2), batch["targets"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    result = {"losses": losses} | _weights(network)
+    job.close()
+    return result
+
+
+# -- taking and releasing ---------------------------------------------------------------------------------------------
+
+
+class PlannedError(Exception):
+    """What a scenario raises to see who cleans up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stumble(Feature):
+    """Fails when it is attached, after all others were."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        raise PlannedError
+
+
+def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str, returns_model: bool) -> list[str]:
+    """What is still held after a job has been used and closed.
+
+    Args:
+        ending: "normally"; "in forward", "in backward": by an exception there; "while attaching": of a later feature.
+        returns_model: False where the model cannot be had back; then nothing may keep it alive.
+    """
+    with fresh_garbage():
+        return _left(build(model), features_of(features, folder), ending, returns_model)
+
+
+def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: bool) -> list[str]:
+    world = here()
+    optimizers: list[Optimizer] = []
+    before = taken(built if returns_model else None)
+    several += [Stumble()] if ending == "while attaching" else []
+    with suppress(PlannedError):
+        _use(built, several, world, optimizers, ending)
+    after = taken(built if returns_model else None, optimizers)
+    left = sorted((after - before).elements())
+    if not returns_model:
+        watched = ref(built)
+        del built
+        optimizers.clear()
+        gc.collect()
+        left += ["the model itself"] if watched() is not None else []
+    return left
+
+
+def _use(model: nn.Module, features: list[Feature], world: World, optimizers: list[Optimizer], ending: str) -> None:
+    steps = 0
+
+    def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizers.append(jobs.sgd()(parameters))
+        return optimizers[-1]
+
+    def forward(module: nn.Module, batch: Any) -> Any:
+        output = call_model(module, batch)
+        if ending == "in forward" and steps:
+            raise PlannedError
+        return output
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(output, batch)
+        if ending == "in backward" and steps:
+            total.register_hook(_raise)
+        return total, count
+
+    with compose(Job(model, forward, loss, optimizer, Progress(total=3), world), features) as job:
+        for steps in range(2):  # the closures above read it
+            job.step(jobs.batch(steps, world.rank, world.size))
+
+
+def _raise(_: Tensor) -> None:
+    raise PlannedError
+
+
+def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str, Any]:
+    """Compose what must be refused: with which error it was, whose `apply` ran, and what was taken.
+
+    The second of two attempts is the one that is watched: the first may import modules.
+    """
+    with suppress(Exception):
+        compose(Job(build(model), optimizer=jobs.sgd(), world=here()), features_of(features, folder))
+    built = build(model)
+    several = features_of(features, folder)
+    job = Job(built, optimizer=jobs.sgd(), world=here())
+    error = message = ""
+    with fresh_garbage():
+        before = taken(built)
+        with Allocations() as allocations:
+            try:
+                compose(job, several)
+            except Exception as raised:
+                error, message = type(raised).__name__, f"{raised}"
+        left = sorted((taken(built) - before).elements()) + allocations.kept()
+    left += [f"the file {path}" for path in Path(folder).rglob("*")]
+    return {"error": error, "message": message, "left": left}
+
+
+def owns(*, model: str, features: Sequence[Encoded], folder: str) -> list[str]:
+    """The seams that features take although they do not say so."""
+    several, factory = features_of(features, folder), jobs.sgd()
+    seams = {seam for feature in several for seam in feature.seams}
+    job = Job(build(model), optimizer=factory, world=here())
+    with compose(job, several):
+        took = {
+            Seam.OPTIM: job.optimizer is not factory,
+            Seam.SHARD: job.model is not job.module,
+        }
+        return [seam.name for seam, changed in took.items() if changed and seam not in seams]

@@ -1,0 +1,70 @@
+"""Every feature that there is, held to the same contract."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoestring.checkpoint import Plain
+from shoestring.comm import BF16
+from shoestring.graph import Compile
+from shoestring.memory import Recompute
+from shoestring.optim import SGD, AdamW, Clip, Schedule
+from shoestring.parallel import DDP, FSDP
+from shoestring.precision import Autocast
+from shoestring.testing import FeatureSuite
+
+
+class TestClip(FeatureSuite):
+    feature = Clip(max_norm=0.5)
+    tolerance = 0.1
+
+
+class TestSchedule(FeatureSuite):
+    feature = Schedule(warmup=2, shape="trapezoid", cooldown=0.3)
+    tolerance = 0.05
+    representative = False
+
+
+class TestAdamW(FeatureSuite):
+    feature = AdamW(lr=2e-2)
+    tolerance = 0.1
+
+
+class TestSGD(FeatureSuite):
+    feature = SGD(lr=0.2, weight_decay=1e-4)
+    tolerance = 0.1
+    representative = False
+
+
+class TestDDP(FeatureSuite):
+    feature = DDP(bucket_mb=0.01)
+
+
+class TestFSDP(FeatureSuite):
+    feature = FSDP()
+    returns_model = False
+    clashes: ClassVar = {"comm.bf16": "it hooks into DDP"}
+
+
+class TestBF16(FeatureSuite):
+    feature = BF16()
+    exact_across_ranks = False
+    clashes: ClassVar = {"parallel.fsdp": "it hooks into DDP"}
+
+
+class TestRecompute(FeatureSuite):
+    feature = Recompute(every=2)
+
+
+class TestAutocast(FeatureSuite):
+    feature = Autocast(dtype="bf16")
+    exact_across_ranks = False
+
+
+class TestPlain(FeatureSuite):
+    feature = Plain(every=2)
+
+
+class TestCompile(FeatureSuite):
+    feature = Compile(backend="aot_eager")
+    stays = ("the thread `tqdm_monitor`",)  # torch's compiler starts it once
