@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from shoestring.core.errors import ConfigError, ShoestringError, nearest
+from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
 Workers = int | Literal["auto"]
 
@@ -43,7 +43,7 @@ class Train:
         from shoestring.core.world import join
         from shoestring.train import train
 
-        with join() as world:
+        with join(timeout=resolved.settings.timeout) as world:
             _quiet(world.first)
             result = train(resolved, world)
         return 0 if result.status == "finished" else 130
@@ -244,9 +244,9 @@ def _fail(error: ShoestringError) -> int:
     if told:
         extra = {"py_callstack": kind, "timestamp": str(int(time.time()))}
         Path(told).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    else:
+    if not told or isinstance(error, PeerError):  # each rank sees a loss from its own side, and an agent may restart
         sys.stderr.write(message + "\n")
-    return 2
+    return error.code
 
 
 def _workers(asked: Workers) -> int:

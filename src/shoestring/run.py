@@ -48,6 +48,8 @@ class Settings:
     """Steps between evaluations on part of the held-out data; 0 evaluates at the end only."""
     seed: int = 0
     """Of the weights, the order of the data and everything else that is drawn."""
+    timeout: float = 600.0
+    """Seconds without a byte from another rank after which the run ends with an error instead of waiting on."""
     deterministic: bool = False
     """Refuse operations whose results may differ from run to run."""
     resume: bool | str = False
@@ -76,6 +78,8 @@ class Run:
         for name in ("batch", "accumulate", "steps"):
             if getattr(self.settings, name) < 1:
                 raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")
+        if self.settings.timeout <= 0:
+            raise ConfigError(f"`run.timeout` must be positive, got {self.settings.timeout}")
         for name in ("minutes", "evaluate_every", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")

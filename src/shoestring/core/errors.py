@@ -5,10 +5,11 @@
     │   └── ConflictError    two features want the same thing
     ├── DataError            the corpus, a tokenizer or a token file is unusable
     ├── WorldError           processes, devices or links are not what was asked for
+    │   └── PeerError        a rank or the way to it was lost while the ranks worked together
     ├── CheckpointError      a saved state cannot be written, found or read
     └── NonFiniteError       the loss became NaN or infinite
 
-The command line prints each as one line, followed by its hint, and exits with code 2.
+The command line prints each as one line, followed by its hint, and exits with its `code`.
 Anything else that escapes is a bug and keeps its traceback.
 """
 
@@ -16,10 +17,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class ShoestringError(Exception):
     """What went wrong and where, in one line; `hint` says what to do about it."""
+
+    code: ClassVar[int] = 2  # the exit code: starting again does not help
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -54,6 +58,12 @@ class DataError(ShoestringError):
 
 class WorldError(ShoestringError):
     """Processes, devices or links are not what was asked for."""
+
+
+class PeerError(WorldError):
+    """A rank or the way to it was lost while the ranks worked together."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h: starting again may help
 
 
 class CheckpointError(ShoestringError):

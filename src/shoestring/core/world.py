@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -15,9 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-from shoestring.core.errors import ShoestringError, WorldError
+from shoestring.core.errors import PeerError, ShoestringError, WorldError
 from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.peers import Roll, meet
 
 T = TypeVar("T")
 
@@ -31,6 +33,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    roll: Roll | None = field(default=None, compare=False, repr=False)
 
     @property
     def hosts(self) -> int:
@@ -64,6 +67,10 @@ class World:
             return dist.group.WORLD
         assert self.mesh is not None
         return self.mesh.get_group(dimensions[0])
+
+    def explained(self) -> AbstractContextManager[None]:
+        """A block in which a failed exchange raises a PeerError that names the ranks that are lost."""
+        return self.roll.explained() if self.roll else nullcontext()
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -137,10 +144,11 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
     """Join the world that torchrun started this process in (or be alone), and leave it at the end.
 
     Args:
-        timeout: seconds a collective may take before its ranks fail with an error instead of hanging.
+        timeout: seconds a collective may wait for another rank before it fails instead of hanging.
 
     Raises:
-        WorldError: the ranks do not find each other, or there are more of them than GPUs on this host.
+        WorldError: there are more ranks than GPUs on this host, or not equally many on each.
+        PeerError: the ranks do not find each other; inside the block, one of them or the way to it was lost.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=_device(0))
@@ -158,14 +166,26 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
         # Gloo would listen on the address the host name resolves to; ranks of one host need no more than loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    roll = _meet(timeout)
+    with roll.explained():
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=roll.store, rank=roll.rank, world_size=size, timeout=limit)
+        try:
+            yield World(roll.rank, size, local_rank, local_size, device, roll)
+        finally:
+            dist.destroy_process_group()
+
+
+def _meet(timeout: float) -> Roll:
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        return meet(store, rank, size, socket.gethostname(), timeout)
     except (RuntimeError, ValueError) as error:
-        raise WorldError(f"the {size} ranks did not find each other: {error}") from error
-    try:
-        yield World(dist.get_rank(), size, local_rank, local_size, device)
-    finally:
-        dist.destroy_process_group()
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(
+            f"the ranks did not find each other at {where}: {str(error).splitlines()[0]}",
+            hint="is that address right, and reached from this host?",
+        ) from error
 
 
 def _device(local_rank: int) -> torch.device:

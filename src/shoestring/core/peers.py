@@ -1,0 +1,132 @@
+"""How ranks find each other, and who is still there after an exchange between them has failed."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented all the same
+
+from shoestring.core._torch import Store
+from shoestring.core.errors import PeerError
+
+ANSWER = 5.0  # seconds that ranks have to answer: those alive notice within a step of each other
+TURN = 0.02  # seconds between looks into the store
+RESTART = (
+    'starting again goes on from the last save: the same command with run.resume "auto", or torchrun --max-restarts'
+)
+
+# Gloo has no error class of its own: its messages begin with its source file.
+_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] *(.*)", re.DOTALL)
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """The list of all ranks, and the store where those still alive can say so.
+
+    Args:
+        hosts: the host of each rank.
+        store: for this start of the ranks alone.
+        timeout: seconds that an exchange waits.
+    """
+
+    rank: int
+    hosts: Sequence[str]
+    store: Store
+    timeout: float
+
+    def call(self) -> list[int] | None:
+        """Answer, and wait for the others' answers: the ranks that gave none; None where the store gave none."""
+        missing, reached = set(range(len(self.hosts))), threading.Event()
+        end = time.monotonic() + ANSWER
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone: nobody can be told or asked
+                self.store.set(f"alive/{self.rank}", "")
+                while missing and time.monotonic() < end:
+                    missing.difference_update([rank for rank in missing if self.store.check([f"alive/{rank}"])])
+                    reached.set()
+                    time.sleep(TURN)
+
+        # A store behind a cut link blocks for as long as TCP tries, so it is asked in a thread that may stay behind.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER + 1)
+        return sorted(missing) if reached.is_set() else None
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """The ranks in words, such as "rank 1 on host1 and rank 3 on host3"."""
+        return " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in ranks)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn a failed exchange inside into a PeerError that names who is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = reason(error)
+            if why is None:
+                raise
+            raise self._lost(f"nothing came for {self.timeout:g} s" if _LATE.search(why) else why) from error
+
+    def _lost(self, why: str) -> PeerError:
+        me, missing = self.name([self.rank]), self.call()
+        if missing is None:
+            others = self.name([rank for rank in range(len(self.hosts)) if rank != self.rank])
+            return PeerError(f"{me} reaches neither {others} nor the store where they met: {why}", hint=RESTART)
+        if missing:
+            return PeerError(f"{me} has lost {self.name(missing)}: {why}", hint=RESTART)
+        slow = "if a rank or a link is slow, raise run.timeout; "
+        return PeerError(f"{me}: an exchange failed, though all ranks answer: {why}", hint=slow + RESTART)
+
+
+def reason(error: BaseException) -> str | None:
+    """Why an exchange failed, in its engine's words and one line; None for an error of another kind."""
+    message = str(error)
+    if found := _GLOO.search(message):
+        message = found[1]
+    elif not isinstance(error, dist.DistError):
+        return None
+    return message.splitlines()[0].split(". ")[0].strip()
+
+
+def meet(store: Store, rank: int, size: int, host: str, timeout: float) -> Roll:
+    """Wait for all ranks, and agree on a part of the store that no earlier start of them has written to.
+
+    An elastic agent hands the ranks that it starts again the store of those that died, where torch would look up, and
+    try to reach, the addresses of the dead. So the first rank draws a token. The others greet it with one of their own,
+    and read its answer under that, so neither can take what is left of an earlier start for an answer.
+
+    Raises:
+        PeerError: some have not come in `timeout` seconds.
+        RuntimeError: the store cannot be reached, or the first rank has not come.
+    """
+    store, token = PrefixStore("shoestring", store), secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"hello/{rank}", token)
+        token = store.get(f"welcome/{token}").decode()
+    ours = PrefixStore(token, store)
+    ours.set(f"host/{rank}", host)
+    if rank == 0:
+        _welcome(store, ours, token, size, timeout)
+    return Roll(rank, [ours.get(f"host/{each}").decode() for each in range(size)], ours, timeout)
+
+
+def _welcome(store: Store, ours: Store, token: str, size: int, timeout: float) -> None:
+    """Answer every greeting with the token, also those left by ranks that died, until all ranks are in."""
+    missing, end = set(range(1, size)), time.monotonic() + timeout
+    while missing:
+        if time.monotonic() > end:
+            raise PeerError(f"rank {min(missing)} of {size} did not come in {timeout:g} s", hint="is its host up?")
+        for rank in missing:
+            if store.check([f"hello/{rank}"]):
+                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", token)
+        time.sleep(TURN)
+        missing -= {rank for rank in missing if ours.check([f"host/{rank}"])}
