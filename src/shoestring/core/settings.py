@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -38,10 +39,9 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
 
 
 def _value(value: Any, kind: Any, where: str, source: str) -> Any:
-    try:
-        return _converter().structure(value, kind)
-    except (cattrs.BaseValidationError, ValueError, TypeError, KeyError):
-        pass
+    if get_origin(kind) is not tuple or isinstance(value, list | tuple):  # a string would become its characters
+        with suppress(Exception):  # cattrs has no common base for what it raises
+            return _converter().structure(value, kind)
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = nearest(value, [str(choice) for choice in get_args(kind)])
         raise ConfigError(f"{source}: `{where}` cannot be {value!r}", hint=hint)
