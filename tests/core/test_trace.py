@@ -1,0 +1,155 @@
+"""Spans: recorded from any thread, bounded, written, read, merged, exported."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.trace import Trace, chrome, merge, span
+
+
+def made(rank=0, names=("a", "b"), start=0.0):
+    trace = Trace(rank=rank, host=f"host{rank}", facts={"ranks": 2.0}, origin=0.0)
+    for index, name in enumerate(names):
+        trace.step = index
+        trace.record(name, "compute", start + index, start + index + 0.5, nbytes=10 * index)
+    return trace
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    trace = made()
+    trace.record("a", "wire", 3.0, 4.0)
+    path = tmp_path / "trace-0.jsonl"
+    path.write_text(trace.dumps())
+    again = Trace.read(path)
+    assert (again.rank, again.host, again.facts) == (trace.rank, trace.host, trace.facts)
+    assert list(again.spans) == list(trace.spans)
+    assert again.totals == trace.totals
+    assert again.dumps() == trace.dumps()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]\n",
+        "nonsense",
+        '{"trace": 99, "totals": []}\n',
+        '{"trace": 1, "totals": []}\n',
+        '{"trace": 1, "totals": [], "rank": 0, "host": ""}\n',
+        '{"trace": 1, "totals": [], "rank": 0, "host": "", "facts": {}}\n{"name": "a"}\n',
+        '{"trace": 1, "totals": [], "rank": 0, "host": "", "facts": {}}\n5\n',
+        made().dumps().replace('"compute"', '"magic"'),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, content):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="is not a trace of format 1"):
+        Trace.read(path)
+
+
+def test_binary_and_missing_files_are_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    for name in ("binary", "missing"):
+        with pytest.raises(ConfigError):
+            Trace.read(tmp_path / name)
+
+
+def test_merge_orders_all_ranks_by_time():
+    pairs = merge([made(0), made(1, start=0.25)])
+    assert [(rank, one.name) for rank, one in pairs] == [(0, "a"), (1, "a"), (0, "b"), (1, "b")]
+
+
+def test_chrome_export_has_a_process_a_rank_and_microseconds():
+    exported = json.loads(json.dumps(chrome(iter([made(0), made(1)]))))
+    names = [event for event in exported["traceEvents"] if event["ph"] == "M"]
+    spans = [event for event in exported["traceEvents"] if event["ph"] == "X"]
+    assert [event["args"]["name"] for event in names] == ["rank 0 on host0", "rank 1 on host1"]
+    last = spans[-1]
+    assert (last["name"], last["cat"], last["ts"], last["dur"], last["pid"]) == ("b", "compute", 1e6, 5e5, 1)
+    assert last["args"] == {"step": 1, "bytes": 10}
+
+
+def test_memory_is_bounded_and_totals_are_not_cut():
+    with Trace(keep=8) as trace:
+        for _ in range(1000):
+            with span("work", "copy", nbytes=3):
+                pass
+    assert len(trace.spans) == 8
+    total = trace.totals["work", "copy"]
+    assert (total.count, total.nbytes) == (1000, 3000)
+    assert trace.seconds("copy") == total.seconds > 0
+    assert trace.seconds("disk") == 0
+
+
+def test_a_span_on_another_thread_is_recorded_under_that_thread():
+    with Trace() as trace:
+        worker = threading.Thread(target=lambda: span("there", "disk").__enter__().__exit__(None, None, None))
+        worker.start()
+        worker.join()
+        with span("here", "disk"):
+            pass
+    there, here = trace.spans
+    assert (there.name, here.name) == ("there", "here")
+    assert here.thread == threading.get_ident() != there.thread
+
+
+def test_without_an_open_trace_nothing_is_recorded():
+    trace = Trace()
+    with trace, span("inside", "wait"):
+        pass
+    with span("outside", "wait"):
+        pass
+    assert [one.name for one in trace.spans] == ["inside"]
+
+
+def test_nested_traces_both_record_and_close_after_an_exception():
+    outer, inner = Trace(), Trace()
+    with outer:
+        with pytest.raises(ZeroDivisionError), inner, span("fails", "compute"):
+            raise ZeroDivisionError
+        with span("after", "compute"):
+            pass
+    assert [one.name for one in outer.spans] == ["fails", "after"]
+    assert [one.name for one in inner.spans] == ["fails"]
+
+
+def test_bytes_can_be_set_while_a_span_runs():
+    with Trace() as trace, span("send", "wire") as sending:
+        sending.nbytes = 77
+    assert trace.totals["send", "wire"].nbytes == 77
+
+
+def test_align_starts_the_clock_anew_and_keeps_the_totals():
+    with Trace() as trace:
+        with span("before", "compute"):
+            pass
+        trace.align()
+        with span("after", "compute"):
+            pass
+    assert [one.name for one in trace.spans] == ["after"]
+    assert 0 <= trace.spans[0].start < time.perf_counter() - trace.origin
+    assert trace.totals["before", "compute"].count == 1
+
+
+def test_writing_while_other_threads_record():
+    trace, ended = Trace(keep=512), threading.Event()
+
+    def record():
+        while not ended.is_set():
+            trace.record(str(threading.get_ident() % 7), "compute", 0.0, 1.0)
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            head, *lines = map(json.loads, trace.dumps().splitlines())
+            assert head["trace"] == 1 and len(lines) <= 512
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
