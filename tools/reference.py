@@ -11,8 +11,8 @@ from typing import get_type_hints
 
 import tomli_w
 
-from shoestring.core.settings import describe, help_texts
 from shoestring.run import keys
+from shoestring.settings import describe, help_texts
 
 PAGE = Path("docs/reference/run-file.md")
 

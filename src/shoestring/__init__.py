@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shoestring.core.feature import Feature, Phase, Seam
     from shoestring.core.job import Job, attach, compose
     from shoestring.core.trace import span
-    from shoestring.core.world import World, join
+    from shoestring.core.world import World
+    from shoestring.joining import join
 
 _HOME = {
     "Feature": "core.feature",
@@ -30,7 +31,7 @@ _HOME = {
     "compose": "core.job",
     "span": "core.trace",
     "World": "core.world",
-    "join": "core.world",
+    "join": "joining",
     "load_model": "build",
 }
 _AREAS = ("checkpoint", "comm", "graph", "memory", "optim", "parallel", "precision")

@@ -40,7 +40,7 @@ class Train:
             from shoestring.launch import launch
 
             return launch(["train", self.source, *overrides], workers, self.restarts)
-        from shoestring.core.world import join
+        from shoestring.joining import join
         from shoestring.train import train
 
         with join(timeout=resolved.settings.timeout) as world:
@@ -113,7 +113,7 @@ class Probe:
             from shoestring.launch import launch
 
             return launch(["probe", "--out", str(self.out)], workers)
-        from shoestring.core.world import join
+        from shoestring.joining import join
         from shoestring.probe import probe
 
         with join() as world:
@@ -156,7 +156,8 @@ class Report:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import report
-        from shoestring.core.trace import Trace, chrome
+        from shoestring.core.trace import Trace
+        from shoestring.report.timeline import chrome
 
         print(report.write(self.run))
         if self.trace is not None:

@@ -59,7 +59,9 @@ def _device(world: World) -> Device:
     side = 8192 if on_gpu else 1024
     # Ranks of one host are measured at once, because they will also train at once.
     world.barrier()
-    rates = {dtype: _matmul(side if dtype is torch.float32 or on_gpu else side // 4, dtype, device) for dtype in _DTYPES}
+    rates = {
+        dtype: _matmul(side if dtype is torch.float32 or on_gpu else side // 4, dtype, device) for dtype in _DTYPES
+    }
     source = torch.ones(1 << (30 if on_gpu else 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = source.numel() / median_seconds(lambda: target.copy_(source), device)

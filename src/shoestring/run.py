@@ -17,8 +17,8 @@ import tomli_w
 from shoestring.checkpoint import Plain
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam
-from shoestring.core.settings import structure
 from shoestring.data import Data
+from shoestring.settings import structure
 
 if TYPE_CHECKING:
     from shoestring.core.world import World

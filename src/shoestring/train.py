@@ -162,10 +162,9 @@ def _signals(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _explained(job: Job) -> Iterator[None]:
-    """Turn running out of memory into an error that names the knobs, and lost ranks into one that names them."""
+    """Turn running out of memory into an error that names the knobs."""
     try:
-        with job.world.explained():
-            yield
+        yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise

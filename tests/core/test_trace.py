@@ -7,7 +7,8 @@ import time
 import pytest
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.trace import Trace, chrome, merge, span
+from shoestring.core.trace import Trace, span
+from shoestring.report.timeline import chrome, merge
 
 
 def made(rank=0, names=("a", "b"), start=0.0):

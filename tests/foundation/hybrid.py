@@ -10,7 +10,7 @@ import torch
 from scenarios import losses
 
 from shoestring import parallel
-from shoestring.core.world import join
+from shoestring.joining import join
 
 
 def main(out: Path) -> None:

@@ -10,10 +10,11 @@ import torch
 import toy
 
 from shoestring import comm, optim, parallel
+from shoestring.checkpoint.state import unpack
 from shoestring.core.errors import NonFiniteError, ShoestringError
 from shoestring.core.job import Job, call_model, compose
-from shoestring.core.state import unpack
-from shoestring.core.world import World, join
+from shoestring.core.world import World
+from shoestring.joining import join
 from shoestring.run import parse
 from shoestring.train import train
 

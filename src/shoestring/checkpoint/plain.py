@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shoestring import checkpoint
+from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.errors import CheckpointError
 from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
-from shoestring.core.state import pack, unpack
 from shoestring.core.trace import span
 
 log = logging.getLogger(__name__)

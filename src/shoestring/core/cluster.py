@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import cattrs
 import tomli_w
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.files import write_atomic
-from shoestring.core.settings import structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,11 @@ class Cluster:
             ConfigError: the file is missing or is no cluster file.
         """
         try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read `{path}`: {error}", hint="make it with `shoestring probe`") from error
-        parts = {"devices": Device, "stores": Store, "links": Link}
-        lists = {
-            name: tuple(structure(each, kind, name, str(path)) for each in table.get(name, []))
-            for name, kind in parts.items()
-        }
-        return cls(**lists, all_reduce_latency=float(table.get("all_reduce_latency", 0.0)))
+            return cattrs.Converter(forbid_extra_keys=True).structure(tomllib.loads(path.read_text()), cls)
+        except (OSError, ValueError, cattrs.BaseValidationError) as error:
+            raise ConfigError(
+                f"`{path}` is no cluster file: {error}", hint="make one with `shoestring probe`"
+            ) from error
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
-from shoestring.core.errors import PeerError, ShoestringError, WorldError
+from shoestring.core.errors import ShoestringError
 from shoestring.core.feature import HOSTS, LOCAL
-from shoestring.core.peers import Roll, meet
 
 T = TypeVar("T")
 
@@ -33,7 +29,6 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    roll: Roll | None = field(default=None, compare=False, repr=False)
 
     @property
     def hosts(self) -> int:
@@ -67,10 +62,6 @@ class World:
             return dist.group.WORLD
         assert self.mesh is not None
         return self.mesh.get_group(dimensions[0])
-
-    def explained(self) -> AbstractContextManager[None]:
-        """A block in which a failed exchange raises a PeerError that names the ranks that are lost."""
-        return self.roll.explained() if self.roll else nullcontext()
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -126,7 +117,7 @@ class World:
     def current(cls) -> World:
         """The world of the process group that is already initialised in this program, or one process alone."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(device=_device(0))
+            return cls(device=own_device(0))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         on_gpu = "nccl" in dist.get_backend()
@@ -135,60 +126,12 @@ class World:
             size=dist.get_world_size(),
             local_rank=local_rank,
             local_size=local_size,
-            device=_device(local_rank) if on_gpu else torch.device("cpu"),
+            device=own_device(local_rank) if on_gpu else torch.device("cpu"),
         )
 
 
-@contextmanager
-def join(*, timeout: float = 600.0) -> Iterator[World]:
-    """Join the world that torchrun started this process in (or be alone), and leave it at the end.
-
-    Args:
-        timeout: seconds a collective may wait for another rank before it fails instead of hanging.
-
-    Raises:
-        WorldError: there are more ranks than GPUs on this host, or not equally many on each.
-        PeerError: the ranks do not find each other; inside the block, one of them or the way to it was lost.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield World(device=_device(0))
-        return
-    size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = _device(local_rank)
-    if device.type == "cuda" and local_size > torch.cuda.device_count():
-        raise WorldError(
-            f"{local_size} workers on a host with {torch.cuda.device_count()} GPUs", hint="start one worker a GPU"
-        )
-    if size % local_size:
-        raise WorldError(f"{size} ranks do not divide into hosts of {local_size}", hint="start as many on each host")
-    if local_size == size:
-        # Gloo would listen on the address the host name resolves to; ranks of one host need no more than loopback.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    roll = _meet(timeout)
-    with roll.explained():
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=roll.store, rank=roll.rank, world_size=size, timeout=limit)
-        try:
-            yield World(roll.rank, size, local_rank, local_size, device, roll)
-        finally:
-            dist.destroy_process_group()
-
-
-def _meet(timeout: float) -> Roll:
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        return meet(store, rank, size, socket.gethostname(), timeout)
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise PeerError(
-            f"the ranks did not find each other at {where}: {str(error).splitlines()[0]}",
-            hint="is that address right, and reached from this host?",
-        ) from error
-
-
-def _device(local_rank: int) -> torch.device:
+def own_device(local_rank: int) -> torch.device:
+    """The GPU of a local rank, made the current one; the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -18,7 +18,7 @@ from shoestring import run
 from shoestring.checkpoint import Plain
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
-from shoestring.core.settings import help_texts, structure
+from shoestring.settings import help_texts, structure
 from shoestring.testing import imports, rivals, scenarios
 from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
 from shoestring.testing.pool import RankError
@@ -95,7 +95,7 @@ def one_rank_equals_two(case: Case) -> None:
         raise NotApplicableError("is not declared exact across ranks")
     one = case.train(case.ranks[0], case.feature, steps=STEPS, precise=True, ragged=True)
     several = case.train(case.ranks[-1], case.feature, steps=STEPS, precise=True, ragged=True)
-    _same_on_ranks(several)
+    _same_weights(several)
     _close(several[0], one[0], f"{case.ranks[-1]} ranks and {case.ranks[0]}")
 
 
@@ -175,13 +175,11 @@ def composes(case: Case) -> None:
     """Beside each representative of another area it trains, keeps ranks equal, names parameters alike and resumes."""
     if not case.representative:
         raise NotApplicableError("is not its area's representative")
-    plain = case.train(case.ranks[-1], steps=1)[0]["names"]
-    for partner in case.partners:
-        if partner.name.split(".")[0] == case.feature.name.split(".")[0]:
-            continue
+    names = case.train(case.ranks[-1], steps=1)[0]["names"]
+    for partner in _partners(case):
         reason = case.clashes.get(partner.name)
         try:
-            _pair(case, partner, plain) if reason is None else _clash(case, partner, reason)
+            _pair(case, partner, names) if reason is None else _clash(case, partner, reason)
         except AssertionError as error:
             raise ViolationError(f"with {partner.name}: {error}") from error
 
@@ -214,12 +212,21 @@ def _saving(case: Case, ranks: int, folder: str, *others: Feature, **arguments: 
     return case.train(ranks, *several, folder=folder, **arguments)
 
 
+def _partners(case: Case) -> Iterator[Feature]:
+    """The representatives of other areas; where the feature is one itself, those after it, so that a pair runs once."""
+    kinds = [type(partner) for partner in case.partners]
+    after = kinds.index(type(case.feature)) + 1 if type(case.feature) in kinds else 0
+    for partner in case.partners[after:]:
+        if partner.name.split(".")[0] != case.feature.name.split(".")[0]:
+            yield partner
+
+
 def _pair(case: Case, partner: Feature, names: list[str]) -> None:
     ranks = case.ranks[-1]
     whole = _saving(case, ranks, case.fresh(), partner)
     require(np.isfinite(weights(whole[0])).all(), "the weights are not finite")
     require(whole[0]["names"] == names, "parameters have other names")
-    _same_on_ranks(whole)
+    _same_weights(whole)
     folder = case.fresh()
     _saving(case, ranks, folder, partner, stop=STOP)
     rest = _saving(case, ranks, folder, partner, resume=True)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.feature import Feature, Seam
 from shoestring.core.job import Job, attach, call_model, compose, cross_entropy
 from shoestring.core.kept import ModelState, Progress
-from shoestring.core.settings import structure
-from shoestring.core.state import pack, unpack
 from shoestring.core.world import World
+from shoestring.settings import structure
 from shoestring.testing import jobs
 from shoestring.testing.taken import Allocations, fresh_garbage, taken
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.errors import CheckpointError
-from shoestring.core.state import pack, unpack
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.settings import describe, help_texts, structure
+from shoestring.settings import describe, help_texts, structure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ RESTART = (
     'starting again goes on from the last save: the same command with run.resume "auto", or torchrun --max-restarts'
 )
 
-# Gloo has no error class of its own: its messages begin with its source file.
-_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] *(.*)", re.DOTALL)
+# Gloo has no error class of its own: its messages begin with its source file, but for one.
+_GLOO = re.compile(r"(?:\[\S*gloo/\S+:\d+\] *|(?=Application timeout caused pair closure))(.*)", re.DOTALL)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
