@@ -271,7 +271,7 @@ def _preset(shape: dict[str, Any], overrides: dict[str, Any]) -> GPT:
 
 def tiny(vocab_size: int = 2048, context: int = 256, **overrides: Any) -> GPT:
     """1 M parameters: minutes on a laptop's CPU."""
-    shape = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "hidden": 352}
+    shape = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "hidden": 352, "init_std": 0.06}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)
 
 
