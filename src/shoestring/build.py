@@ -71,8 +71,11 @@ def model(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any],
 
 
 def _accepted(build: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments it takes; None where it takes any."""
-    parameters = inspect.signature(build).parameters.values()
+    """The names of the arguments it takes; None where it takes any, or where nobody knows (a builtin)."""
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except ValueError:
+        return None
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
     return [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]

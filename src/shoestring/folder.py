@@ -41,10 +41,11 @@ def claim(run: Run) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Undo the claim of a run that ended before it began, so that the folder can be claimed again."""
-    if (folder / "metrics.jsonl").exists():
+    """Undo the claim of a run that ended before its first step, so that the folder can be claimed again."""
+    rows = folder / "metrics.jsonl"
+    if (rows.exists() and rows.stat().st_size) or (folder / "checkpoints").exists():
         return
-    for name in ("run.toml", "environment.json"):
+    for name in ("run.toml", "environment.json", rows.name):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # prepared data stays, and then the folder does
         folder.rmdir()
