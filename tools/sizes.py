@@ -29,10 +29,11 @@ class Function:
 
 @dataclass(frozen=True)
 class File:
-    """One file: its path below the root, its lines, its functions, and where its syntax is wrong (0: nowhere)."""
+    """One file: its path below the root, its lines, those that are not blank, its functions, and where it is broken."""
 
     path: Path
     lines: int
+    written: int
     functions: tuple[Function, ...] = ()
     broken_at: int = 0
 
@@ -59,13 +60,14 @@ def functions(module: ast.Module) -> Iterator[Function]:
 def measure(root: Path, path: Path) -> File:
     """The sizes of one file below `root`."""
     text = path.read_text(encoding="utf-8")
-    lines, name = len(text.splitlines()), path.relative_to(root)
+    lines, name = text.splitlines(), path.relative_to(root)
+    size = len(lines), sum(bool(line.strip()) for line in lines)
     if path.suffix != ".py":
-        return File(name, lines)
+        return File(name, *size)
     try:
-        return File(name, lines, tuple(sorted(functions(ast.parse(text)))))
+        return File(name, *size, tuple(sorted(functions(ast.parse(text)))))
     except SyntaxError as error:
-        return File(name, lines, broken_at=error.lineno or 1)
+        return File(name, *size, broken_at=error.lineno or 1)
 
 
 def survey(root: Path) -> list[File]:
@@ -76,8 +78,8 @@ def survey(root: Path) -> list[File]:
 
 
 def core_lines(files: Sequence[File]) -> int:
-    """Lines of all files of the core together."""
-    return sum(file.lines for file in files if file.path.is_relative_to(CORE))
+    """Lines of the core together that are not blank: blank ones are set by the formatter."""
+    return sum(file.written for file in files if file.path.is_relative_to(CORE))
 
 
 def faults(files: Sequence[File]) -> Iterator[str]:
@@ -94,7 +96,7 @@ def faults(files: Sequence[File]) -> Iterator[str]:
                     f"at most {FUNCTION_LIMIT}"
                 )
     if (total := core_lines(files)) > CORE_LIMIT:
-        yield f"{CORE}:1: {total} lines, at most {CORE_LIMIT} in the core"
+        yield f"{CORE}:1: {total} lines that are not blank, at most {CORE_LIMIT} in the core"
 
 
 def summary(files: Sequence[File]) -> str:

@@ -65,7 +65,7 @@ def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
 
 
 def activation_bytes(model: nn.Module, samples: int, sequence: int) -> int:
-    """Bytes that one forward pass and its loss hold for the backward pass; run on the meta device, so nothing is held."""
+    """Bytes that one forward pass and its loss hold for the backward pass; measured on the meta device."""
     own = {id(parameter) for parameter in model.parameters()}
     held: dict[int, int] = {}
     kept: list[Tensor] = []
