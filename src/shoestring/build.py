@@ -90,10 +90,20 @@ def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made
     elif callable(own_format):
         own_format(folder)
     else:
-        save_weights(built, str(folder / "model.safetensors"))
+        _save_weights(built, folder / "model.safetensors")
         write_atomic(folder / "config.json", json.dumps({MARKER: dict(made_by)}, indent=2).encode())
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
+
+
+def _save_weights(built: nn.Module, path: Path) -> None:
+    """As safetensors, whole or not at all; weights under several names are written once."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_weights(built, str(aside))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def load_model(path: Path) -> tuple[nn.Module, Tokenizer | None]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoestring import build, ending, folder
-from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
+from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job, call_model, compose, cross_entropy
 from shoestring.core.kept import Progress
 from shoestring.core.trace import Trace, span
@@ -23,6 +23,8 @@ from shoestring.data.loader import Loader
 from shoestring.evaluation import evaluate
 from shoestring.feed import Feed, feed, moved
 from shoestring.meter import Meter
+from shoestring.mishaps import enough_memory, writable
+from shoestring.report.sinks import newest_step
 from shoestring.run import Run
 
 log = logging.getLogger("shoestring")
@@ -42,6 +44,7 @@ def train(run: Run, world: World) -> ending.Result:
     path = Path(world.decide(lambda: str(folder.claim(run))))
     run = run.placed(path)
     with ExitStack() as stack:
+        stack.enter_context(writable(path))
         if world.first:
             stack.callback(folder.release, path)
         data = feed(run, world, path)
@@ -51,13 +54,14 @@ def train(run: Run, world: World) -> ending.Result:
         stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
+        reached = newest_step(path / "metrics.jsonl")
         meter = stack.enter_context(ending.metered(job, run, data, path))
-        for line in ending.opening(job, run, data, path, resumed):
+        for line in (*ending.opening(job, run, data, path), *ending.repeated(resumed, reached)):
             log.info(line)
         stack.enter_context(_signals(job))
         world.barrier()
         trace.align()
-        with _explained(job):
+        with enough_memory(job):
             seconds = _loop(job, loader, meter, run, data)
             return ending.close(job, run, data, path, seconds, meter)
 
@@ -158,17 +162,3 @@ def _signals(job: Job) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-@contextmanager
-def _explained(job: Job) -> Iterator[None]:
-    """Turn running out of memory into an error that names the knobs."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise ShoestringError(
-            f"out of memory on {job.world.device} at step {job.progress.step + 1}",
-            hint="raise run.accumulate, lower run.batch or data.sequence, or add [memory.recompute]",
-        ) from error

@@ -1,0 +1,43 @@
+"""What goes wrong with the machine while a run is going, as errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from shoestring.core.errors import CheckpointError, ShoestringError
+from shoestring.core.job import Job
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn a disk that is full or gone into an error of the run; what is written at once stays whole."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = str(error).partition("I/O error: ")[2] if isinstance(error, SafetensorError) else error.strerror
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+        if not reason or (isinstance(error, OSError) and error.errno not in numbers):
+            raise
+        raise CheckpointError(
+            f"cannot write in `{path}`: {reason}", hint="earlier saves are intact; free space, then resume"
+        ) from error
+
+
+@contextmanager
+def enough_memory(job: Job) -> Iterator[None]:
+    """Turn running out of memory into an error that names the knobs."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ShoestringError(
+            f"out of memory on {job.world.device} at step {job.progress.step + 1}",
+            hint="raise run.accumulate, lower run.batch or data.sequence, or add [memory.recompute]",
+        ) from error
