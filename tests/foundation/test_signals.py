@@ -1,0 +1,92 @@
+"""Real runs of two workers that are told to end, or lose a worker, and go on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ranks
+import scenarios
+
+RUN = """
+[run]
+model = "toy:mortal"
+data = "toy:samples"
+loss = "toy:recorded"
+steps = {steps}
+batch = 8
+folder = "out"
+resume = "auto"
+[model]
+marker = "marker"
+[optim.adamw]
+lr = 0.01
+[checkpoint.plain]
+every = {every}
+"""
+
+
+def rows(folder):
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def train(here, *flags):
+    command = [sys.executable, "-m", "shoestring", "train", "run.toml", "--workers", "2", *flags]
+    return subprocess.Popen(
+        command, env=ranks.environment(), cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process, timeout=120):
+    try:
+        return process.communicate(timeout=timeout)[1]
+    finally:
+        process.terminate()  # on which the agent ends its workers
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_after_the_step_and_resume_goes_on(tmp_path, number):
+    (tmp_path / "marker").touch()
+    (tmp_path / "run.toml").write_text(RUN.format(steps=10**6, every=0))
+    process = train(tmp_path)
+    while process.poll() is None and len(rows(tmp_path / "out")) < 5:
+        time.sleep(0.02)  # for what it waits for, not for how long
+    process.send_signal(number)
+    said = ended(process)
+    assert process.returncode == 128 + number, said
+    done = rows(tmp_path / "out")[-1]["step"]
+    (save,) = (tmp_path / "out" / "checkpoints").iterdir()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert save.name == f"step-{done:08d}.safetensors"
+    assert (summary["status"], summary["steps"]) == ("stopped", done)
+    assert (tmp_path / "out" / "report.html").exists() and "Traceback" not in said
+    if number == signal.SIGTERM:
+        process = train(tmp_path, "--run.steps", str(done + 3))
+        said = ended(process)
+        assert process.returncode == 0, said
+        assert f"resumed from step {done}" in said
+        assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, done + 4))
+
+
+def test_a_killed_worker_is_started_again_and_the_loss_is_that_of_an_undisturbed_run(tmp_path):
+    losses = {}
+    for name, disturbed in (("quiet", False), ("killed", True)):
+        here = tmp_path / name
+        here.mkdir()
+        (here / "run.toml").write_text(RUN.format(steps=9, every=2))
+        if not disturbed:
+            (here / "marker").touch()
+        process = train(here, "--restarts", "1")
+        said = ended(process)
+        assert process.returncode == 0, said
+        assert (here / "marker").exists()
+        assert ("resumed from step 4" in said) == disturbed
+        losses[name] = {row["step"]: row["loss"] for row in rows(here / "out")}
+        losses[f"{name} save"] = scenarios.digest(here / "out", 9)
+    assert losses["killed"] == losses["quiet"] and list(losses["quiet"]) == list(range(1, 10))
+    assert losses["killed save"] == losses["quiet save"]
