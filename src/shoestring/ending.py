@@ -64,7 +64,7 @@ def _flops_per_token(job: Job, run: Run) -> float:
 # -- the first lines --------------------------------------------------------------------------------------------------
 
 
-def opening(job: Job, run: Run, data: Feed, folder: Path, resumed: int | None) -> Iterator[str]:
+def opening(job: Job, run: Run, data: Feed, folder: Path) -> Iterator[str]:
     """What was found and what was chosen, with reasons."""
     world, settings = job.world, run.settings
     yield f"{run.name} in {folder}"
@@ -81,8 +81,17 @@ def opening(job: Job, run: Run, data: Feed, folder: Path, resumed: int | None) -
     for feature in job.features:
         why = feature.explain(job)
         yield f"  {feature.name}{': ' + why if why else ''}"
+
+
+def repeated(resumed: int | None, reached: int) -> Iterator[str]:
+    """From which step the run goes on, and how many of those that it had `reached` are done again."""
+    begun = resumed or 0
+    lost = max(reached - begun, 0)
+    again = f"{lost} step{'s are' if lost > 1 else ' is'} repeated, up to {reached}" if lost else ""
     if resumed is not None:
-        yield f"resumed from step {resumed}"
+        yield f"resumed from step {begun}" + (f"; {again}" if again else "")
+    elif again:
+        yield f"there was no save: {again}"
 
 
 def _device(job: Job) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -55,12 +54,12 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
 
 
 def _meet(timeout: float) -> Roll:
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        return meet(store, rank, size, socket.gethostname(), timeout)
+        return meet(store, address, rank, size, timeout)
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerError(
-            f"the ranks did not find each other at {where}: {str(error).splitlines()[0]}",
+            f"the ranks did not find each other at {address[0]}:{address[1]}: {str(error).splitlines()[0]}",
             hint="is that address right, and reached from this host?",
         ) from error

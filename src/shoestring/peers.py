@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -34,32 +36,29 @@ class Roll:
     Args:
         hosts: the host of each rank.
         store: for this start of the ranks alone.
+        address: where the store listens.
         timeout: seconds that an exchange waits.
     """
 
     rank: int
     hosts: Sequence[str]
     store: Store
+    address: tuple[str, int]
     timeout: float
 
     def call(self) -> list[int] | None:
         """Answer, and wait for the others' answers: the ranks that gave none; None where the store gave none."""
-        missing, reached = set(range(len(self.hosts))), threading.Event()
-        end = time.monotonic() + ANSWER
-
-        def ask() -> None:
-            with suppress(RuntimeError):  # the store is gone: nobody can be told or asked
-                self.store.set(f"alive/{self.rank}", "")
-                while missing and time.monotonic() < end:
-                    missing.difference_update([rank for rank in missing if self.store.check([f"alive/{rank}"])])
-                    reached.set()
-                    time.sleep(TURN)
-
-        # A store behind a cut link blocks for as long as TCP tries, so it is asked in a thread that may stay behind.
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(ANSWER + 1)
-        return sorted(missing) if reached.is_set() else None
+        missing, end = set(range(len(self.hosts))), time.monotonic() + ANSWER
+        try:
+            # A store behind a cut link would block for as long as TCP tries; a new connection says so in time.
+            socket.create_connection(self.address, ANSWER).close()
+            self.store.set(f"alive/{self.rank}", "")
+            while missing and time.monotonic() < end:
+                missing -= {rank for rank in missing if self.store.check([f"alive/{rank}"])}
+                time.sleep(TURN)
+        except (OSError, RuntimeError):
+            return None
+        return sorted(missing)
 
     def name(self, ranks: Sequence[int]) -> str:
         """The ranks in words, such as "rank 1 on host1 and rank 3 on host3"."""
@@ -77,7 +76,9 @@ class Roll:
             raise self._lost(f"nothing came for {self.timeout:g} s" if _LATE.search(why) else why) from error
 
     def _lost(self, why: str) -> PeerError:
-        me, missing = self.name([self.rank]), self.call()
+        me = self.name([self.rank])
+        with _undisturbed():
+            missing = self.call()
         if missing is None:
             others = self.name([rank for rank in range(len(self.hosts)) if rank != self.rank])
             return PeerError(f"{me} reaches neither {others} nor the store where they met: {why}", hint=RESTART)
@@ -85,6 +86,19 @@ class Roll:
             return PeerError(f"{me} has lost {self.name(missing)}: {why}", hint=RESTART)
         slow = "if a rank or a link is slow, raise run.timeout; "
         return PeerError(f"{me}: an exchange failed, though all ranks answer: {why}", hint=slow + RESTART)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without SIGTERM, with which an agent ends the ranks of its host where it hears of the loss by itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def reason(error: BaseException) -> str | None:
@@ -97,7 +111,7 @@ def reason(error: BaseException) -> str | None:
     return message.splitlines()[0].split(". ")[0].strip()
 
 
-def meet(store: Store, rank: int, size: int, host: str, timeout: float) -> Roll:
+def meet(store: Store, address: tuple[str, int], rank: int, size: int, timeout: float) -> Roll:
     """Wait for all ranks, and agree on a part of the store that no earlier start of them has written to.
 
     An elastic agent hands the ranks that it starts again the store of those that died, where torch would look up, and
@@ -113,10 +127,10 @@ def meet(store: Store, rank: int, size: int, host: str, timeout: float) -> Roll:
         store.set(f"hello/{rank}", token)
         token = store.get(f"welcome/{token}").decode()
     ours = PrefixStore(token, store)
-    ours.set(f"host/{rank}", host)
+    ours.set(f"host/{rank}", socket.gethostname())
     if rank == 0:
         _welcome(store, ours, token, size, timeout)
-    return Roll(rank, [ours.get(f"host/{each}").decode() for each in range(size)], ours, timeout)
+    return Roll(rank, [ours.get(f"host/{each}").decode() for each in range(size)], ours, address, timeout)
 
 
 def _welcome(store: Store, ours: Store, token: str, size: int, timeout: float) -> None:

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from shoestring.core.errors import ShoestringError
+from shoestring.ending import repeated
 from shoestring.report.console import Console
-from shoestring.report.sinks import JsonLines, TensorBoard
+from shoestring.report.sinks import JsonLines, TensorBoard, newest_step
 
 VALUES = {
     "loss": 2.1341,
@@ -152,3 +153,28 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ShoestringError, match=r'pip install "shoestring\[tensorboard\]"'):
         TensorBoard(tmp_path)
+
+
+def test_the_newest_step_is_that_of_the_last_whole_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert newest_step(path) == 0
+    path.write_text("")
+    assert newest_step(path) == 0
+    rows = [f'{{"step": {step}, "loss": 1.0, "note": "{"x" * 100}"}}' for step in range(1, 2000)]
+    path.write_text("\n".join(rows) + '\n{"step": 20')
+    assert newest_step(path) == 1999
+
+
+@pytest.mark.parametrize(
+    ("resumed", "reached", "said"),
+    [
+        (None, 0, []),
+        (10, 0, ["resumed from step 10"]),
+        (10, 10, ["resumed from step 10"]),
+        (10, 11, ["resumed from step 10; 1 step is repeated, up to 11"]),
+        (10, 13, ["resumed from step 10; 3 steps are repeated, up to 13"]),
+        (None, 3, ["there was no save: 3 steps are repeated, up to 3"]),
+    ],
+)
+def test_a_restart_says_what_is_repeated(resumed, reached, said):
+    assert list(repeated(resumed, reached)) == said

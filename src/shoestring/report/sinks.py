@@ -15,6 +15,8 @@ from typing import Any
 
 from shoestring.core.errors import ShoestringError
 
+_END = 1 << 16  # bytes at the end of a file of JSON lines, in which its last whole row lies
+
 
 class JsonLines:
     """Appends one JSON object a line to `path`: step, time (unix seconds) and the values; each is flushed.
@@ -62,6 +64,17 @@ class JsonLines:
                 file.write(b"\n")
         file.close()
         return self.path.open("a", encoding="utf-8", newline="\n")
+
+
+def newest_step(path: Path) -> int:
+    """The step of the last row in a file of JSON lines; 0 where there is none. Reads the end of the file only."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(_END, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return 0
+    return int(next((step for step in map(_step, reversed(lines)) if step < float("inf")), 0))
 
 
 class TensorBoard:
