@@ -368,7 +368,16 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
 
     The features run in hooks of the two, so the loop stays as it is. A feature that wraps the model (DDP) gives the
     wrapped one as `attach(…).model`, and one that builds an optimizer (AdamW) gives it as `.built_optimizer`.
+
+    Raises:
+        ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
     """
+    for feature in features:
+        if Seam.LOSS in feature.seams:
+            raise ConfigError(
+                f"`{feature.name}` changes the loss, which this loop computes itself",
+                hint="compose a Job and call its `step`, or its `loss`",
+            )
 
     def followed(_: Params) -> Optimizer:
         """The optimizer over the model's parameters as they are now: `fully_shard` puts others in their place."""
