@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import at_loss
+
 from shoestring.checkpoint import Plain
 from shoestring.comm import BF16
 from shoestring.graph import Compile
@@ -38,6 +40,7 @@ class TestSGD(FeatureSuite):
 
 class TestDDP(FeatureSuite):
     feature = DDP(bucket_mb=0.01)
+    representative = False  # every pair of others runs under it
 
 
 class TestFSDP(FeatureSuite):
@@ -49,7 +52,6 @@ class TestFSDP(FeatureSuite):
 class TestBF16(FeatureSuite):
     feature = BF16()
     exact_across_ranks = False
-    clashes: ClassVar = {"parallel.fsdp": "it hooks into DDP"}
 
 
 class TestRecompute(FeatureSuite):
@@ -68,3 +70,9 @@ class TestPlain(FeatureSuite):
 class TestCompile(FeatureSuite):
     feature = Compile(backend="aot_eager")
     stays = ("the thread `tqdm_monitor`",)  # torch's compiler starts it once
+
+
+class TestAtLoss(FeatureSuite):
+    feature = at_loss.Scaled()
+    tolerance = 0.1
+    representative = False

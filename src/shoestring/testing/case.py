@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ class Case:
     partners: Sequence[Feature] = ()
     companions: Sequence[Feature] = ()
     clashes: Mapping[str, str] = field(default_factory=dict)
+    baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def company(self, ranks: int, *features: Feature) -> list[Feature]:
         """The features with those that they need: the declared ones, and one that keeps several ranks equal."""
@@ -75,6 +77,14 @@ class Case:
     def train(self, ranks: int, *features: Feature, **arguments: Any) -> list[dict[str, Any]]:
         """`scenarios.train` in company."""
         return self.run(scenarios.train, ranks, self.company(ranks, *features), **arguments)
+
+    def without(self, ranks: int, **arguments: Any) -> list[dict[str, Any]]:
+        """`scenarios.train` without the feature; cases that share `baselines` run it once."""
+        companions = [scenarios.encode(each) for each in self.companions]
+        key = json.dumps([self.model, ranks, companions, arguments])
+        if key not in self.baselines:
+            self.baselines[key] = self.train(ranks, **arguments)
+        return self.baselines[key]
 
     def fresh(self) -> str:
         """An empty folder."""

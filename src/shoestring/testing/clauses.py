@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def neutral_is_absence(case: Case) -> None:
     if neutral is None:
         raise NotApplicableError("states no neutral setting")
     for ranks in case.ranks:
-        without = case.train(ranks, steps=STEPS, dropout=0.1)
+        without = case.without(ranks, steps=STEPS, dropout=0.1)
         _same_bits(case.train(ranks, neutral, steps=STEPS, dropout=0.1), without, f"neutral on {ranks} rank(s)")
 
 
@@ -102,7 +103,7 @@ def one_rank_equals_two(case: Case) -> None:
 def converges(case: Case) -> None:
     """Held-out loss ends within the declared tolerance of a job without the feature."""
     ranks = case.ranks[-1]
-    without = case.train(ranks, steps=case.steps)[0]["held_out"]
+    without = case.without(ranks, steps=case.steps)[0]["held_out"]
     try:
         with_it = case.train(ranks, case.feature, steps=case.steps)[0]["held_out"]
     except RankError as error:
@@ -143,13 +144,19 @@ def releases_what_it_takes(case: Case) -> None:
 
 
 def attaches_to_a_foreign_loop(case: Case) -> None:
-    """One line in a training script that knows nothing of the library has the effect that it has in a job."""
+    """One line in a training script that knows nothing of the library has the effect that it has in a job.
+
+    A feature at LOSS cannot reach the loss of such a script, and must be refused there.
+    """
     for ranks in case.ranks:
         shared = [*case.companions, case.feature]
+        if Seam.LOSS in case.feature.seams:
+            _refused(partial(case.run, scenarios.foreign, ranks, shared, steps=1), "it changes the loss")
+            continue
         loop = case.run(scenarios.foreign, ranks, shared, steps=STEPS)
         _same_weights(loop)
         job = case.train(ranks, case.feature, steps=STEPS, open_end=True)[0]
-        without = case.train(ranks, steps=STEPS, open_end=True)[0]
+        without = case.without(ranks, steps=STEPS, open_end=True)[0]
         effect = np.abs(weights(job) - weights(without)).max()
         apart = np.abs(weights(loop[0]) - weights(job)).max()
         what = "does nothing there" if effect > apart * 0.9 and _equal(loop[0], without) else f"is {apart:.2g} off"
@@ -175,11 +182,14 @@ def composes(case: Case) -> None:
     """Beside each representative of another area it trains, keeps ranks equal, names parameters alike and resumes."""
     if not case.representative:
         raise NotApplicableError("is not its area's representative")
-    names = case.train(case.ranks[-1], steps=1)[0]["names"]
+    names = case.without(case.ranks[-1], steps=1)[0]["names"]
     for partner in _partners(case):
         reason = case.clashes.get(partner.name)
         try:
-            _pair(case, partner, names) if reason is None else _clash(case, partner, reason)
+            if reason is None:
+                _pair(case, partner, names)
+            else:
+                _refused(partial(case.train, case.ranks[-1], partner, case.feature, steps=1), reason)
         except AssertionError as error:
             raise ViolationError(f"with {partner.name}: {error}") from error
 
@@ -233,10 +243,10 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
     _same_bits(rest, [{**result, "losses": result["losses"][STOP:]} for result in whole], "resumed")
 
 
-def _clash(case: Case, partner: Feature, reason: str) -> None:
-    """A pair that is known not to work must be refused, on the ranks where it would not."""
+def _refused(attempt: Callable[[], object], reason: str) -> None:
+    """What is known not to work must be refused."""
     try:
-        case.train(case.ranks[-1], partner, case.feature, steps=1)
+        attempt()
     except RankError as error:
         require(error.kind in ("ConfigError", "ConflictError"), f"fails instead of being refused ({reason}): {error}")
         return

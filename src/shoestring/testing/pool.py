@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-PATIENCE = 5.0  # seconds that the other ranks have left, once one has failed
+GRACE = 5.0  # seconds to end, or to add up, for ranks that have nothing else to do
 Reply = dict[str, Any]
 
 
@@ -46,10 +46,11 @@ class Pool:
 
     Args:
         timeout: seconds that one scenario may take; then the processes are killed and RankError says where they were.
+        patience: seconds that the other ranks have left, once one has failed.
     """
 
-    def __init__(self, ranks: int = 2, *, timeout: float = 120.0) -> None:
-        self.ranks, self.timeout = ranks, timeout
+    def __init__(self, ranks: int = 2, *, timeout: float = 120.0, patience: float = 5.0) -> None:
+        self.ranks, self.timeout, self.patience = ranks, timeout, patience
         self._workers: list[_Worker] = []
 
     @property
@@ -74,16 +75,14 @@ class Pool:
             return [reply["result"] for reply in replies]
         if not self._usable(failed):
             self._kill()
-        rank, first = next(
-            ((r, reply) for r, reply in failed if reply["kind"] not in ("Waiting", "Timeout")), failed[0]
-        )
+        rank, first = min(failed, key=lambda each: _secondary(each[1]))
         raise RankError(first["kind"], f"rank {rank}: {first['message']}", first["detail"])
 
     def close(self) -> None:
         """Stop the processes: they are asked to, and killed when they do not."""
         for worker in self._workers:
             worker.requests.close()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + GRACE
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
@@ -99,7 +98,8 @@ class Pool:
         """Whether the group survived: all ranks failed alike, and they still add up."""
         if len(failed) < self.ranks or any(reply["kind"] in ("Timeout", "Waiting", "Died") for _, reply in failed):
             return False
-        return self._ask("shoestring.testing.pool:healthy", {}, PATIENCE) == [{"result": True}] * self.ranks
+        replies = self._ask("shoestring.testing.pool:healthy", {}, GRACE)
+        return all(reply.get("result") for reply in replies)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -133,11 +133,16 @@ class Pool:
                     worker: _Worker = key.data
                     if (reply := worker.receive()) is None:
                         continue
-                    replies[worker.rank] = reply
+                    replies[worker.rank] = reply | {"order": len(replies)}
                     selector.unregister(worker.replies)
                     if "result" not in reply and late == "Timeout":
-                        deadline, late = min(deadline, time.monotonic() + PATIENCE), "Waiting"
+                        deadline, late = min(deadline, time.monotonic() + self.patience), "Waiting"
         return [replies.get(w.rank) or w.overdue(late, timeout) for w in self._workers]
+
+
+def _secondary(reply: Reply) -> tuple[int, int]:
+    """A rank that died explains the errors of those that talked to it; then whatever came first explains the rest."""
+    return (0 if reply["kind"] == "Died" else 1, reply.get("order", 1 << 30))
 
 
 class _Worker:
@@ -222,7 +227,7 @@ def serve(rank: int, size: int, store: str, timeout: float, requests: int, repli
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     # The parent's clock rings first, and tells where the ranks are.
-    limit = timedelta(seconds=timeout + 2 * PATIENCE)
+    limit = timedelta(seconds=timeout + 2 * GRACE)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     with os.fdopen(requests) as incoming, os.fdopen(replies, "w") as outgoing:
         for line in incoming:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +20,7 @@ from shoestring.testing import clauses
 from shoestring.testing.case import Case, NotApplicableError
 from shoestring.testing.pool import Pool
 
-_POOL = pytest.StashKey[Pool]()
+_SHARED = pytest.StashKey[dict[str, Any]]()
 
 REPRESENTATIVES: tuple[Feature, ...] = (
     Autocast(dtype="bf16"),
@@ -76,7 +76,7 @@ class FeatureSuite:
         names = ("tolerance", "steps", "ranks", "exact_across_ranks", "reshards", "returns_model", "stays")
         names += ("representative", "companions", "partners", "clashes", "model")
         declarations = {name: getattr(self, name) for name in names}
-        return Case(feature=feature, pool=shared_pool(request.config), folder=tmp_path, **declarations)
+        return Case(feature=feature, folder=tmp_path, **shared(request.config), **declarations)
 
     def test_neutral_is_absence(self, case: Case) -> None:
         check(clauses.neutral_is_absence, case)
@@ -123,9 +123,10 @@ def check(clause: clauses.Clause, case: Case) -> None:
         pytest.skip(f"{reason}")
 
 
-def shared_pool(config: pytest.Config) -> Pool:
-    """The one pool of this test session, stopped at its end."""
-    if _POOL not in config.stash:
-        config.stash[_POOL] = Pool(2)
-        config.add_cleanup(config.stash[_POOL].close)
-    return config.stash[_POOL]
+def shared(config: pytest.Config) -> dict[str, Any]:
+    """What all cases of one test session share: its pool, which is stopped at the end, and runs without the feature."""
+    if _SHARED not in config.stash:
+        pool = Pool(2)
+        config.stash[_SHARED] = {"pool": pool, "baselines": {}}
+        config.add_cleanup(pool.close)
+    return config.stash[_SHARED]

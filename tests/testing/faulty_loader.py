@@ -1,0 +1,24 @@
+"""A feature whose settings cannot be read without loading torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shoestring.core.feature import Feature, Seam
+from shoestring.core.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heavy(Feature):
+    """Needs torch to be described."""
+
+    dtype: str = str(torch.float32)
+    """Not used."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        return
