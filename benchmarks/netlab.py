@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
 from shoestring.testing.netlab import Lab, netlab, netlab_available, records
 from shoestring.testing.netlab.links import bits_per_second
 from shoestring.testing.netlab.machine import Identity, parent
+from shoestring.testing.netlab.records import Record
 
 RATES = ("1mbit", "10mbit", "100mbit", "1gbit")
 _FRAME, _PAYLOAD = 1514, 1448  # bytes: a full Ethernet frame of TCP with time stamps, and what it carries
@@ -138,22 +140,21 @@ def left_after(rounds: int) -> list[str]:
 
     Looked at are the processes and namespaces of those labs, and this machine's interfaces, mounts and lab folders.
     """
-    before, folders = surroundings(), set(records.folders())
+    before = surroundings()
     left: list[str] = []
+    folders: list[Path] = []
     for _ in range(rounds):
         owner = start_owner()
-        family = list(descendants(owner.pid))
+        folders.append(folder_of(owner.pid))
+        family = set(descendants(owner.pid))
         namespaces = {name for identity in family for name in _namespaces(identity.pid)} - _namespaces(os.getpid())
-        owner.kill()
-        owner.wait()
-        assert owner.stdin is not None and owner.stdout is not None
-        owner.stdin.close()
-        owner.stdout.close()
+        kill(owner)
+        # The names of namespaces are given again, so what counts is who was in them at the time of the kill.
+        family |= set(_inhabitants(namespaces, time.clock_gettime(time.CLOCK_BOOTTIME)))
         left += [f"process {identity.pid}" for identity in family if not ends(identity)]
-        left += [f"namespace {name}" for name in namespaces & _all_namespaces()]
     with netlab(hosts=1):  # the next start, which clears away
         pass
-    left += [f"folder {folder}" for folder in set(records.folders()) - folders]
+    left += [f"folder {folder}" for folder in folders if folder.exists()]
     return left + sorted(surroundings() - before)
 
 
@@ -168,9 +169,25 @@ def start_owner() -> subprocess.Popen[str]:
     return owner
 
 
+def kill(owner: subprocess.Popen[str]) -> None:
+    """Kill the owner of a lab with SIGKILL."""
+    owner.kill()
+    owner.wait()
+    assert owner.stdin is not None and owner.stdout is not None
+    owner.stdin.close()
+    owner.stdout.close()
+
+
+def folder_of(owner: int) -> Path:
+    """The folder of the lab that process `owner` has."""
+    return next(folder for folder in records.folders() if Record.read(folder).owner.pid == owner)
+
+
 def surroundings() -> set[str]:
-    """The interfaces and mounts of this process's own namespaces."""
-    mounts = {f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    """The interfaces of this process's own network, and its mounts where a lab makes some on its hosts."""
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    places = ("/proc", "/dev/shm", "/etc/hosts", str(records.ROOT))
+    mounts = {f"mount {line[0]} at {line[4]}" for line in lines if line[4].startswith(places)}
     return mounts | {f"interface {path.name}" for path in Path("/sys/class/net").iterdir()}
 
 
@@ -193,8 +210,14 @@ def _namespaces(pid: int) -> set[str]:
     return names
 
 
-def _all_namespaces() -> set[str]:
-    return {name for entry in Path("/proc").iterdir() if entry.name.isdigit() for name in _namespaces(int(entry.name))}
+def _inhabitants(namespaces: set[str], by: float) -> Iterator[Identity]:
+    """The processes in any of the namespaces that have started by a time in seconds since boot."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and namespaces & _namespaces(int(entry.name)):
+            with suppress(ProcessLookupError):
+                identity = Identity.of(int(entry.name))
+                if identity.started <= by * os.sysconf("SC_CLK_TCK"):
+                    yield identity
 
 
 def ends(identity: Identity, timeout: float = 20.0) -> bool:

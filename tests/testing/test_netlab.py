@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.netlab import descendants, ends, left_after, start_owner, surroundings
+from benchmarks.netlab import descendants, ends, folder_of, kill, left_after, start_owner, surroundings
 from shoestring.core.errors import ConfigError, WorldError
 from shoestring.testing.netlab import DISK, LOGS, SHARED, cli, netlab, netlab_available, records
 
@@ -125,20 +125,27 @@ def test_a_cut_cable_passes_nothing_until_it_is_mended(lab, server):
         lab.run(python(CLIENT, server, 1, 0.3), hosts=[0])
     assert lab.bytes(1).rx == before.rx
     lab.mend(1)
-    assert lab.run(python(CLIENT, server, 1, 30), hosts=[0])[0].endswith(" 1\n")
+    until(lambda: reaches(lab, server))
 
 
-def test_a_rate_changes_while_a_transfer_runs(lab, server):
+def reaches(lab, server):
+    try:
+        return lab.run(python(CLIENT, server, 1, 5), hosts=[0])[0].endswith(" 1\n")
+    except WorldError:  # "no route to host", while the neighbour was asked for and has not answered
+        return False
+
+
+@pytest.mark.parametrize(("host", "up", "down"), [(0, "1mbit", "100mbit"), (1, "100mbit", "1mbit")])
+def test_either_end_of_a_link_is_slowed_while_a_transfer_runs(lab, server, host, up, down):
     sending = lab.start(python(CLIENT, server, 1 << 30, 60), hosts=[0])
     start = lab.bytes(1).rx
     until(lambda: lab.bytes(1).rx > start + 100_000)
-    lab.rate(0, "1mbit", down="100mbit")
-    # What is in the queue at the change passes at the new rate; after it, each measured second carries 125 kB.
+    lab.rate(host, up, down=down)
     begin, first = time.monotonic(), lab.bytes(1).rx
     until(lambda: lab.bytes(1).rx > first + 60_000)
-    assert time.monotonic() - begin > 0.25  # at 100 Mbit/s it would be 5 ms: a lower bound, so a slow machine is fine
+    assert time.monotonic() - begin > 0.25  # a lower bound, so a slow machine is fine: at 100 Mbit/s it would be 5 ms
     sending.kill()
-    lab.rate(0, "100mbit")
+    lab.rate(host, "100mbit")
     assert sending.codes() == {0: -signal.SIGKILL}
 
 
@@ -222,7 +229,9 @@ def test_torchrun_meets_across_hosts_and_restarts_a_worker_that_is_killed_by_ran
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     before = lab.bytes(0).tx
-    job = lab.torchrun([str(script), str(tmp_path / "been")], max_restarts=2, env={"OMP_NUM_THREADS": "1"})
+    # Else the second attempt may read the first one's addresses: github.com/pytorch/pytorch/issues/135712
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    job = lab.torchrun([str(script), str(tmp_path / "been")], max_restarts=2, env=env)
     until(lambda: all("first rank" in job.output(host) for host in lab.hosts), timeout=120)
     assert lab.bytes(0).tx - before > 1_000_000  # the ring all-reduce of 1 MB went over the wire
     lab.kill(rank=1)
@@ -271,9 +280,7 @@ def test_killed_owners_leave_nothing():
 
 def test_what_a_killed_owner_leaves_running_is_ended_by_the_next_start_and_nothing_of_others(lab):
     owner = start_owner()
-    switch = next(
-        record.switch for record in map(records.Record.read, records.folders()) if record.owner.pid == owner.pid
-    )
+    switch = records.Record.read(folder_of(owner.pid)).switch
     switch.kill(signal.SIGSTOP)  # so that the lab cannot end itself
     family = list(descendants(owner.pid))
     foreign = subprocess.Popen(
@@ -283,8 +290,7 @@ def test_what_a_killed_owner_leaves_running_is_ended_by_the_next_start_and_nothi
         text=True,
     )
     assert foreign.stdout.readline() == "made\n"
-    owner.kill()
-    owner.communicate()
+    kill(owner)
     assert switch.alive()
     with netlab(hosts=1):
         assert all(ends(identity) for identity in family)

@@ -1,10 +1,10 @@
 """Several hosts on one Linux machine, with real slow links, lost hosts and counted bytes.
 
-    with netlab(hosts=4, rate="100mbit") as lab:
+    with netlab(hosts=4, rate="100mbit") as lab:        # delay=0.02 adds 20 ms, one way
         job = lab.torchrun(["train.py"], max_restarts=3)
-        lab.rate(1, "10mbit")        # slow one link
-        lab.kill(rank=2)             # SIGKILL, as the out-of-memory killer would
-        lab.remove(3)                # power lost: processes, /dev/shm and disk are gone
+        lab.rate(1, "10mbit")                           # slow one link; cut(1) and mend(1) it
+        lab.kill(rank=2)                                # SIGKILL, as the out-of-memory killer would
+        lab.remove(3)                                   # power lost: processes, /dev/shm and disk are gone
         lab.add(3)
         job.join(3)
         job.check(timeout=600)

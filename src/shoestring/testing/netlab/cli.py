@@ -30,7 +30,15 @@ from shoestring.testing.netlab.machine import environment
 _KEEPER = "from shoestring.testing.netlab.cli import keep; keep()"
 
 
-def up(hosts: int = 2, rate: str | None = None, *, delay: float = 0.0, shm: str = "1g", disk: str = "1g") -> None:
+def up(
+    hosts: int = 2,
+    rate: str | None = None,
+    *,
+    delay: float = 0.0,
+    shm: str = "1g",
+    disk: str = "1g",
+    shared: Path | None = None,
+) -> None:
     """Start a lab that stays until `down`; the arguments are `netlab`'s.
 
     Raises:
@@ -38,8 +46,8 @@ def up(hosts: int = 2, rate: str | None = None, *, delay: float = 0.0, shm: str 
     """
     if records.kept():
         raise WorldError("a lab is up already", hint="`shoestring lab down` ends it")
-    HostSpec(shm=shm, disk=disk, delay=delay)
-    words = [str(hosts), rate or "", str(delay), shm, disk]
+    HostSpec(shm=shm, disk=disk, delay=delay, shared=shared)
+    words = [str(hosts), rate or "", str(delay), shm, disk, str(shared.resolve()) if shared else ""]
     pipe = subprocess.PIPE
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEPER, *words],
@@ -63,9 +71,10 @@ def keep() -> None:
     """The keeper's life: start the lab that the arguments describe, say so, hold it until SIGTERM."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # held back until the lab is whole
-    hosts, rate, delay, shm, disk = sys.argv[1:]
+    hosts, rate, delay, shm, disk, shared = sys.argv[1:]
+    folder = Path(shared) if shared else None
     try:
-        with netlab(int(hosts), rate=rate or None, delay=float(delay), shm=shm, disk=disk, kept=True):
+        with netlab(int(hosts), rate=rate or None, delay=float(delay), shm=shm, disk=disk, shared=folder, kept=True):
             print("up", flush=True)
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (what follows has no reader)
                 os.dup2(nowhere.fileno(), 1)
@@ -117,10 +126,11 @@ def run(command: Sequence[str], host: str | None = None) -> int:
         if host not in hosts:
             raise WorldError(f"the lab has no {host}", hint=f"it has {', '.join(hosts)}")
         return subprocess.run(inside(hosts[host], command), env=environment()).returncode
-    return _run_on_all(hosts, _rendezvous(command, list(hosts)))
+    return _run_on_all(hosts, with_rendezvous(command, list(hosts)))
 
 
-def _rendezvous(command: Sequence[str], hosts: Sequence[str]) -> list[str]:
+def with_rendezvous(command: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """`torchrun …` with the options that make it meet itself on all hosts; any other command as it is."""
     program, *arguments = command
     if Path(program).name != "torchrun" or any(word.startswith(("--rdzv", "--nnodes")) for word in arguments):
         return list(command)

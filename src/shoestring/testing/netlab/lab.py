@@ -34,7 +34,7 @@ class Lab:
     @property
     def hosts(self) -> tuple[int, ...]:
         """The numbers of the hosts there are now; host 3 is called `host3`."""
-        return tuple(self._hosts)
+        return tuple(sorted(self._hosts))
 
     def add(self, host: int) -> None:
         """Bring a fresh host, with empty memory and disk, at the lab's rate.
@@ -151,7 +151,9 @@ class Lab:
             max_restarts: how often torchrun may start the workers again.
             nnodes: "2:4" lets the job go on with fewer hosts; None: all that are named.
             hosts: the hosts to use; None: all.
-            env: added to this process's environment.
+            env: added to this process's environment. Where workers are to be restarted, torch needs
+                `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, else new ones may be told the addresses of dead ones
+                (github.com/pytorch/pytorch/issues/135712).
         """
         members, name = self.hosts if hosts is None else tuple(hosts), self._name()
         command = jobs.torchrun(

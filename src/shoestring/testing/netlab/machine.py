@@ -58,7 +58,8 @@ def tool(command: Sequence[str], *, stdin: str = "") -> str:
     """
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment())
     if done.returncode != 0:
-        raise WorldError(f"netlab: `{' '.join(command)}` failed: {_last_line(done.stderr)}", hint=HINT)
+        what = " ".join([*command, *stdin.split()])
+        raise WorldError(f"netlab: `{what}` failed: {' '.join(done.stderr.split())}", hint=HINT)
     return done.stdout
 
 
