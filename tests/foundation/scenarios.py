@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -195,6 +196,52 @@ def refused(world: World, root: Path) -> str:
     return "nothing"
 
 
+# -- golden losses ----------------------------------------------------------------------------------------------------
+
+
+def corpus(folder: Path) -> str:
+    """Ten files of words drawn by a linear congruential generator, so that no version of anything changes them."""
+    folder.mkdir()
+    state = 1
+    for number in range(10):
+        words = []
+        for _ in range(400):
+            state = (1103515245 * state + 12345) % 2**31
+            words.append(("lorem", "ipsum", "dolor", "sit", "amet", "sed", "do", "ut")[state >> 28] + " " * (state % 2))
+        (folder / f"{number}.txt").write_text("\n".join(words))
+    return str(folder / "*.txt")
+
+
+def golden(world: World, root: Path) -> dict:
+    """The losses of 50 steps of a small GPT with everything the quickstart has, and what they depend on."""
+    document = {
+        "run": {"data": "", "steps": 50, "batch": 8, "seed": 1, "deterministic": True},
+        "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64},
+        "data": {"tokenizer": "bytes", "sequence": 32, "held_out": 0.2},
+        "optim": {"adamw": {"lr": 0.004}, "clip": {}, "schedule": {"shape": "trapezoid", "warmup": 5, "final": 0.0}},
+    }
+    document["run"]["data"] = world.decide(lambda: corpus(root / "corpus"))
+    results: dict = {"fingerprint": fingerprint()}
+    for name, of in (("one", World()), ("two", world)):
+        if of.size == world.size or world.first:
+            document["run"]["folder"] = str(root / f"golden {name}")
+            train(parse(document, name="golden"), of)
+            rows = map(json.loads, (root / f"golden {name}" / "metrics.jsonl").read_text().splitlines())
+            results[name] = [row["loss"] for row in rows if "loss" in row]
+        world.barrier()
+    torch.use_deterministic_algorithms(False)
+    return results
+
+
+def fingerprint() -> dict[str, object]:
+    return {
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     with join() as world:
@@ -206,6 +253,7 @@ def main(out: Path) -> None:
             "resumes": resumes(world, out.parent),
             "changing": changing_ranks(world, out.parent),
             "refused": refused(world, out.parent),
+            "golden": golden(world, out.parent),
         }
         if world.first:
             out.write_text(json.dumps(results))
