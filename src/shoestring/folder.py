@@ -74,6 +74,18 @@ def _check(folder: Path, run: Run) -> None:
         raise ConfigError(
             f"`{folder}` holds a run already", hint="add --run.resume auto to go on, or choose another --run.folder"
         )
+    check_same(folder, run)
+
+
+def check_same(folder: Path, run: Run) -> None:
+    """Make sure that a folder on this host, if there is one, is of this very run.
+
+    Raises:
+        ConfigError: it is of another one, or cannot be read.
+    """
+    path = folder / "run.toml"
+    if not path.is_file():
+        return
     try:
         former = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -42,6 +42,7 @@ def train(run: Run, world: World) -> ending.Result:
     """
     run = run.completed(world)
     path = Path(world.decide(lambda: str(folder.claim(run))))
+    world.agree(lambda: folder.check_same(path, run) if world.local_rank == 0 else None)  # may be on a disk of its own
     run = run.placed(path)
     with ExitStack() as stack:
         stack.enter_context(writable(path))

@@ -54,11 +54,12 @@ class Saver:
             The step resumed from; None when "auto" finds no save.
         """
         world = self.job.world
-        path, data = world.agree(lambda: self._read(where) if world.first else (None, b""))
-        source = world.decide(lambda: path and str(path))
-        if source is None:
+        owner = self._owner() if where == "auto" else 0
+        path, data = world.agree(lambda: self._read(where) if world.rank == owner else (None, b""))
+        source = world.broadcast(str(path or "").encode(), owner).decode()
+        if not source:
             return None
-        self._load(unpack(world.broadcast(data)), source)
+        self._load(unpack(world.broadcast(data, owner)), source)
         return self.job.progress.step
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -91,6 +92,14 @@ class Saver:
             other.unlink(missing_ok=True)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def _owner(self) -> int:
+        """The rank whose host has the newest save: it is not the first one's where folders are on the hosts' own disks
+        and the hosts came back in another order."""
+        world = self.job.world
+        mine = saves(self.folder)[:1] if world.local_rank == 0 else []
+        newest = world.gather("".join(path.name for path in mine).encode())
+        return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
         """The first readable save, newest first. A named one that is missing is an error; "auto" may find none."""

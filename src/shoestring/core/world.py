@@ -79,16 +79,17 @@ class World:
         dist.all_gather(theirs, mine)
         return [each[: int(length)].cpu().numpy().tobytes() for each, length in zip(theirs, lengths, strict=True)]
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """The first rank's bytes, on every rank."""
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank."""
         if self.size == 1:
             return data or b""
-        length = torch.tensor([len(data or b"") if self.first else 0], device=self.device)
-        dist.broadcast(length, 0)
+        mine = self.rank == source
+        length = torch.tensor([len(data or b"") if mine else 0], device=self.device)
+        dist.broadcast(length, source)
         count = int(length)
-        content = self._tensor(data or b"") if self.first else torch.empty(count, dtype=torch.uint8, device=self.device)
+        content = self._tensor(data or b"") if mine else torch.empty(count, dtype=torch.uint8, device=self.device)
         if count:
-            dist.broadcast(content, 0)
+            dist.broadcast(content, source)
         return content.cpu().numpy().tobytes()
 
     def agree(self, work: Callable[[], T]) -> T:
