@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import gc
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -58,6 +59,9 @@ def here() -> World:
 
 
 def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Module:
+    if "torch._dynamo" in sys.modules:  # many models in one process: running uncompiled in silence would prove nothing
+        config = sys.modules["torch._dynamo"].config
+        config.recompile_limit, config.fail_on_recompile_limit_hit = 128, True
     module, _, name = model.partition(":")
     built = getattr(import_module(module), name)(dropout)
     return built.double() if precise else built
