@@ -60,6 +60,7 @@ class Bar:
     seeds: tuple[int, ...] = ()
     peers: tuple[str, ...] = ()
     gpu: bool = False
+    command: str = ""  # of the record, where it is not the benchmark's own
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -129,7 +130,7 @@ def _row(bar: Bar, environment: Environment, *, measured: float | None, reason: 
         status=status(bar.op, bar.bar, measured),
         reason=reason,
         baseline=bar.baseline,
-        command=f"python -m benchmarks.{'gpu' if bar.gpu else bar.area} --only {bar.id}",
+        command=bar.command or f"python -m benchmarks.{'gpu' if bar.gpu else bar.area} --only {bar.id}",
         commit=environment.commit,
         hardware=environment.hardware,
         versions=environment.versions(*bar.peers),
