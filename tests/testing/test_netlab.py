@@ -189,7 +189,15 @@ def test_a_failing_command_is_told_with_its_last_words(lab):
     with pytest.raises(WorldError, match=r"(?s)failed: host0 with 3, host1 with 3.*--- host0\nalas"):
         lab.run(["sh", "-c", "echo alas >&2; exit 3"])
     with pytest.raises(WorldError, match=r"still running after 0\.1 s: host1"):
-        lab.run(["sh", "-c", "[ $(hostname) = host0 ] || exec sleep 1000"], timeout=0.1)
+        lab.run(["sleep", "1000"], hosts=[1], timeout=0.1)
+
+
+def test_a_job_can_be_killed_before_it_has_reached_its_host(lab):
+    for _ in range(5):
+        job = lab.start(["sleep", "1000"])
+        job.kill()
+        assert set(job.codes()) == {0, 1}
+        assert None not in job.codes().values()
 
 
 def test_kill_takes_what_the_command_has_started_too_and_signal_only_itself(lab):

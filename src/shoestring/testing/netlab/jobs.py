@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
 import subprocess
@@ -118,10 +119,12 @@ class Job:
     def kill(self) -> None:
         """Kill all its processes on all hosts, and wait for the end."""
         for host, (_, process) in self._running.items():
-            while self._family(host):  # again, as a process may have been starting another
-                for identity in self._family(host):
+            # Again and again, as the command may not have reached its host yet, or have been starting another.
+            while (family := self._family(host)) or process.poll() is None:
+                for identity in family:
                     identity.kill()
-            process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.02)
 
     def _family(self, host: int) -> list[Identity]:
         if host not in self._running:
