@@ -1,0 +1,5 @@
+"""One thread for every process of the tests: tiny tensors on several threads wait more than they compute."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
