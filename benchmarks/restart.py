@@ -77,10 +77,16 @@ class Trial:
         return read(path).columns.get("loss", {}) if (path / "metrics.jsonl").is_file() else {}
 
     def local(self, name: str) -> dict[int, float]:
-        """The losses of two ranks of this machine."""
+        """The losses of two ranks of this machine.
+
+        Raises:
+            RuntimeError: they failed.
+        """
         command = [sys.executable, "-m", "shoestring", "train", self.run, "--workers", "2"]
         folder = ["--run.folder", str(self.shared / name)]
-        subprocess.run([*command, *folder], env=os.environ | environment(), check=True, capture_output=True)
+        done = subprocess.run([*command, *folder], env=os.environ | environment(), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"two local ranks failed:\n{done.stderr}")
         return self.losses(name)
 
     def start(self, lab: Lab, name: str, *overrides: str, restarts: int = 3) -> Job:

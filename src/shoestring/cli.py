@@ -237,13 +237,13 @@ def _verbs() -> Any:
 
 def _fail(error: ShoestringError) -> int:
     """Tell the user; under an elastic agent tell the agent, which tells the user once for all ranks."""
-    kind, message, _ = error.described()
-    message = f"error: {message}"
+    message = f"error: {error.described()[1]}"
     if error.hint:
         message += f"\n\nhint: {error.hint}"
     told = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if told:
-        extra = {"py_callstack": kind, "timestamp": str(int(time.time()))}
+        # The call stack is what torchrun prints.
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         Path(told).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     if not told or isinstance(error, PeerError):  # each rank sees a loss from its own side, and an agent may restart
         sys.stderr.write(message + "\n")

@@ -1,0 +1,113 @@
+"""Two hosts train over a slow link, lose something, go on from the last save, and end where an undisturbed run does."""
+
+import shutil
+import time
+
+import pytest
+
+from benchmarks.restart import EVERY, STEPS, STRIKE, Trial, killed, replaced, undisturbed
+from shoestring.testing.netlab import DISK, netlab, netlab_available
+
+REASON = netlab_available()
+pytestmark = [pytest.mark.netlab, pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory):
+    return Trial.prepare(tmp_path_factory.mktemp("restart"))
+
+
+@pytest.fixture(scope="module")
+def expected(trial):
+    losses = trial.local("local")
+    assert list(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+@pytest.fixture
+def lab(trial):
+    with netlab(hosts=2, rate="100mbit", shared=trial.shared) as lab:
+        yield lab
+
+
+def until(done, timeout=120.0):
+    end = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def test_two_hosts_end_with_the_losses_of_two_local_ranks(lab, trial, expected):
+    job = undisturbed(lab, trial, "undisturbed")
+    assert trial.losses("undisturbed") == expected
+    assert "2 ranks on 2 hosts" in job.output(0)
+    assert min(lab.bytes(0).tx, lab.bytes(1).tx) > STEPS * 100_000  # gradients did cross the link
+
+
+def test_a_killed_worker_is_started_again(lab, trial, expected):
+    job = killed(lab, trial, "killed")
+    assert trial.losses("killed") == expected
+    assert "error: rank 0 on host0 has lost rank 1 on host1: " in job.output(0)
+    assert f"resumed from step {STRIKE - STRIKE % EVERY}; " in job.output(0)
+    assert "are repeated, up to" in job.output(0)
+
+
+def test_a_lost_host_is_replaced_by_a_fresh_one(lab, trial, expected):
+    job = replaced(lab, trial, "replaced")
+    assert trial.losses("replaced") == expected
+    assert "error: rank 0 on host0 has lost rank 1 on host1: " in job.output(0)
+    assert "resumed from step" in job.output(0)
+
+
+def test_a_cut_link_ends_with_an_error_and_the_mended_one_goes_on(lab, trial, expected):
+    job = trial.start(lab, "cut", "--run.timeout", "8")
+    trial.reach(job, "cut", STRIKE)
+    lab.cut(1)
+    until(lambda: all("error: " in job.output(host) for host in (0, 1)))
+    assert "error: rank 0 on host0 has lost rank 1 on host1: nothing came for 8 s" in job.output(0)
+    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the store where they met" in job.output(1)
+    lab.mend(1)
+    job.check(120)
+    assert trial.losses("cut") == expected
+
+
+def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, trial, expected):
+    job = trial.start(lab, "first", "--run.timeout", "8")
+    trial.reach(job, "first", STRIKE)
+    lab.remove(0)
+    until(lambda: "error: " in job.output(1))
+    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the store where they met" in job.output(1)
+    lab.add(0)
+    until(lambda: job.codes()[1] is not None)
+    assert "RendezvousConnectionError" in job.output(1)
+    again = trial.start(lab, "first")
+    again.check(120)
+    assert "resumed from step" in again.output(0)
+    assert trial.losses("first") == expected
+
+
+def test_with_folders_on_the_hosts_own_disks_the_newest_save_is_found(lab, trial, expected):
+    """The host that was first has the save; here the other one brings it back."""
+    folder = DISK / "run"
+    trial.start(lab, "own", "--run.folder", str(folder), "--run.steps", "20").check(120)
+    here, there = lab.path(0, folder), lab.path(1, folder)
+    assert not (there / "checkpoints").exists()
+    shutil.rmtree(there, ignore_errors=True)
+    shutil.copytree(here, there)
+    shutil.rmtree(here)
+    job = trial.start(lab, "own-again", "--run.folder", str(folder))
+    job.check(120)
+    assert "resumed from step 20" in job.output(0)
+    rows = (here / "metrics.jsonl").read_text()
+    assert f'"loss": {expected[STEPS]}' in rows and '"step": 20,' not in rows
+
+
+def test_two_runs_in_one_place_are_not_mixed(lab, trial, expected):
+    folder = DISK / "run"
+    there = lab.path(1, folder)
+    there.mkdir()
+    shutil.copy(trial.shared / "local" / "run.toml", there / "run.toml")
+    job = trial.start(lab, "mixed", "--run.folder", str(folder), "--run.seed", "1", restarts=0)
+    assert set(job.wait(120).values()) == {1}
+    assert "error: rank 1: " in job.output(0)
+    assert f"`{folder}` belongs to another run: its `run.seed` is 0, this one's is 1" in job.output(0)
