@@ -76,17 +76,17 @@ class Trial:
         path = self.shared / name
         return read(path).columns.get("loss", {}) if (path / "metrics.jsonl").is_file() else {}
 
-    def local(self, name: str) -> dict[int, float]:
-        """The losses of two ranks of this machine.
+    def local(self, name: str, workers: int = 2) -> dict[int, float]:
+        """The losses of this machine's own ranks.
 
         Raises:
             RuntimeError: they failed.
         """
-        command = [sys.executable, "-m", "shoestring", "train", self.run, "--workers", "2"]
+        command = [sys.executable, "-m", "shoestring", "train", self.run, "--workers", str(workers)]
         folder = ["--run.folder", str(self.shared / name)]
         done = subprocess.run([*command, *folder], env=os.environ | environment(), capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"two local ranks failed:\n{done.stderr}")
+            raise RuntimeError(f"{workers} local ranks failed:\n{done.stderr}")
         return self.losses(name)
 
     def start(self, lab: Lab, name: str, *overrides: str, restarts: int = 3) -> Job:
