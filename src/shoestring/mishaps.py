@@ -1,8 +1,10 @@
-"""What goes wrong with the machine while a run is going, as errors that say what to do."""
+"""What befalls a run from outside: a full disk, too little memory, a signal."""
 
 from __future__ import annotations
 
 import errno
+import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from safetensors import SafetensorError
 
 from shoestring.core.errors import CheckpointError, ShoestringError
 from shoestring.core.job import Job
+
+log = logging.getLogger("shoestring")
 
 
 @contextmanager
@@ -41,3 +45,26 @@ def enough_memory(job: Job) -> Iterator[None]:
             f"out of memory on {job.world.device} at step {job.progress.step + 1}",
             hint="raise run.accumulate, lower run.batch or data.sequence, or add [memory.recompute]",
         ) from error
+
+
+@contextmanager
+def ended_by_signals(job: Job) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the run after the current step; the second takes its usual course."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(number: int, _: object) -> None:
+        log.info("%s: ending after this step, and saving", signal.Signals(number).name)
+        job.stop()
+        restore()
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()

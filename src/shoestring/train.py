@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from shoestring.data.loader import Loader
 from shoestring.evaluation import evaluate
 from shoestring.feed import Feed, feed, moved
 from shoestring.meter import Meter
-from shoestring.mishaps import enough_memory, writable
+from shoestring.mishaps import ended_by_signals, enough_memory, writable
 from shoestring.report.sinks import newest_step
 from shoestring.run import Run
 
@@ -59,7 +57,7 @@ def train(run: Run, world: World) -> ending.Result:
         meter = stack.enter_context(ending.metered(job, run, data, path))
         for line in (*ending.opening(job, run, data, path), *ending.repeated(resumed, reached)):
             log.info(line)
-        stack.enter_context(_signals(job))
+        stack.enter_context(ended_by_signals(job))
         world.barrier()
         trace.align()
         with enough_memory(job):
@@ -140,26 +138,3 @@ def _plan(job: Job, run: Run, meter: Meter, spent: float) -> None:
         return job.progress.step + max(1, int(left / meter.seconds_per_step))
 
     job.progress.total = job.world.decide(total)
-
-
-@contextmanager
-def _signals(job: Job) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends the run after the current step; the second takes its usual course."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def stop(number: int, _: object) -> None:
-        log.info("%s: ending after this step, and saving", signal.Signals(number).name)
-        job.stop()
-        restore()
-
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        restore()
