@@ -8,7 +8,7 @@ from benchmarks.restart import STEPS, STRIKE, Trial
 from benchmarks.slurm import slurm, slurm_available
 
 REASON = slurm_available()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 @pytest.fixture
