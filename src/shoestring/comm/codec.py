@@ -101,8 +101,7 @@ class Codec(ABC):
 
     def norm(self, kind: str) -> float:
         """The 2-norm of all state of one kind on this rank."""
-        tensors = list(self.state.get(kind, {}).values())
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))) if tensors else 0.0
+        return float(torch.nn.utils.get_total_norm(list(self.state.get(kind, {}).values())))
 
     # -- what survives a restart -------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class Codec(ABC):
 
         def mean(kind: str, name: str) -> Tensor:
             tensors = [state[kind][name] for state in states if name in state.get(kind, {})]
-            return tensors[0] if kind in self.shared else sum(tensors[1:], tensors[0].clone()) / len(states)
+            return tensors[0] if kind in self.shared else torch.stack(tensors).sum(0) / len(states)
 
         names = {
             kind: list(dict.fromkeys(name for state in states for name in state.get(kind, {}))) for kind in states[0]

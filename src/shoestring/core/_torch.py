@@ -5,6 +5,8 @@ Checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +16,15 @@ from torch.utils._pytree import tree_map_only
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 """(tensors, scalar or 0-d tensor): multiply each in place, in one kernel where the device has one."""
+
+foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its collectives wait for another rank."""
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    return backend.options._timeout
 
 
 def has_bf16_units() -> bool:
@@ -43,10 +54,13 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "foreach_add_",
+    "foreach_copy_",
     "foreach_mul_",
     "global_module_hooks",
     "has_bf16_units",
     "process_groups",
     "saved_tensor_hooks",
+    "timeout_of",
     "tree_map_only",
 ]

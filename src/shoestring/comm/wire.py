@@ -1,0 +1,152 @@
+"""Requests of codecs as collectives: whatever one yield asks for travels in at most one collective of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn
+from shoestring.core._torch import timeout_of
+from shoestring.core.trace import span
+
+Answer = Callable[[], list[Tensor]]
+ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
+
+
+class Wire:
+    """A process group of its own over the ranks of `group`, so that no other traffic can come between its own.
+
+    Its collectives must be started from one thread, and in the same order on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.rank, self.size, self.device = 0, 1, device
+        self.sent = 0  # bytes that left this rank, by the collectives' ring forms
+        self.group = None
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            own = dist.new_group(ranks, timeout_of(group), use_local_synchronization=True)
+            assert isinstance(own, dist.ProcessGroup)  # this rank is one of its members
+            self.group = own
+            self.rank, self.size = dist.get_rank(self.group), len(ranks)
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, codec: Codec, grads: Grads, step: int) -> bool:
+        """One whole exchange: `grads` become the average over the ranks. False, and NaN, where one was not finite."""
+        coding = codec.code(grads, Turn(self.rank, self.size, step))
+        with span("encode", "compute"):
+            requests = next(coding, None)
+        first = True
+        while requests is not None:
+            answers = self.start(requests)()
+            with span("code", "compute"):
+                if first and not all_finite(answers):
+                    coding.close()
+                    for grad in grads.values():
+                        grad.fill_(torch.nan)
+                    return False
+                first = False
+                try:
+                    requests = coding.send(answers)
+                except StopIteration:
+                    requests = None
+        return True
+
+    def start(self, requests: Sequence[Request]) -> Answer:
+        """Hand over what travels; the returned function waits for it and gives one answer for each request.
+
+        Raises (both): RuntimeError, from torch, when a rank is lost or late.
+        """
+        answers: list[Tensor | None] = [None] * len(requests)
+        waits = [*self._means(requests, answers), *self._bytes(requests, answers)]
+        marks = [span(name, "wire", nbytes).__enter__() for name, nbytes, _ in waits]
+        self.sent += sum(nbytes for _, nbytes, _ in waits)
+
+        def wait() -> list[Tensor]:
+            for mark, (_, _, finish) in zip(marks, waits, strict=True):
+                finish()
+                mark.__exit__(None, None, None)
+            return [answer for answer in answers if answer is not None]
+
+        return wait
+
+    def _means(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[tuple[str, int, Callable]]:
+        means = [(index, each.tensor) for index, each in enumerate(requests) if isinstance(each, Mean)]
+        for _, group in groupby(sorted(means, key=lambda pair: str(pair[1].dtype)), key=lambda pair: pair[1].dtype):
+            indices, tensors = zip(*group, strict=True)
+            whole = len(tensors) == 1 and tensors[0].is_contiguous()
+            flat = tensors[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in tensors])
+            for index, tensor, part in zip(indices, tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                answers[index] = part.view(tensor.shape)
+            if self.group is None:
+                continue
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            yield "all-reduce", 2 * (self.size - 1) * flat.nbytes // self.size, self._averaged(work, flat)
+
+    def _averaged(self, work: dist.Work | None, flat: Tensor) -> Callable[[], object]:
+        assert work is not None
+
+        def finish() -> None:
+            work.wait()
+            flat.div_(self.size)
+
+        return finish
+
+    def _bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[tuple[str, int, Callable]]:
+        for kind, name in ((Gather, "all-gather"), (Swap, "all-to-all")):
+            asked = [(index, each.tensor) for index, each in enumerate(requests) if isinstance(each, kind)]
+            if not asked:
+                continue
+            rows = 1 if kind is Gather else self.size
+            mine = torch.cat([_rows_of_bytes(tensor, rows) for _, tensor in asked], dim=1)
+            theirs = torch.empty(self.size, mine.shape[1], dtype=torch.uint8, device=mine.device)
+            start = 0
+            for index, tensor in asked:
+                shape = tensor.shape if kind is Gather else tensor.shape[1:]
+                length = shape.numel() * tensor.element_size()
+                answers[index] = theirs[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
+                if not shape:
+                    answers[index] = answers[index][:, 0]  # pyright: ignore[reportOptionalSubscript]
+                start += length + -length % ALIGNMENT
+            if self.group is None:
+                theirs.copy_(mine)
+                continue
+            if kind is Gather:
+                work = dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
+                yield name, (self.size - 1) * mine.nbytes, _waiting(work)
+            else:
+                work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
+                yield name, (self.size - 1) * mine.nbytes // self.size, _waiting(work)
+
+
+def _waiting(work: dist.Work | None) -> Callable[[], object]:
+    assert work is not None
+    return work.wait
+
+
+def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
+    """As (rows, bytes), padded to the alignment."""
+    flat = tensor.contiguous().view(rows, -1)
+    flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % ALIGNMENT))
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every entry of every floating-point tensor is finite; waits for the device."""
+    norms = [torch.linalg.vector_norm(t, torch.inf) for t in tensors if t.is_floating_point() and t.numel()]
+    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all()) if norms else True
