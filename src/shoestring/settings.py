@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -92,7 +92,15 @@ def _any_of(value: Any, kind: Any) -> Any:
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """Each field's help: the string that stands under it in the class."""
+    """Each field's help: the string that stands under it in the class, or in the class it inherits the field from."""
+    texts: dict[str, str] = {}
+    for each in reversed(settings.__mro__):
+        if is_dataclass(each):
+            texts |= _texts(each)
+    return texts
+
+
+def _texts(settings: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}

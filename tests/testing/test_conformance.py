@@ -46,10 +46,11 @@ class TestDDP(FeatureSuite):
 class TestFSDP(FeatureSuite):
     feature = FSDP()
     returns_model = False
-    clashes: ClassVar = {"comm.bf16": "it hooks into DDP"}
+    clashes: ClassVar = {"comm.bf16": "nothing is left to exchange"}
 
 
 class TestBF16(FeatureSuite):
+    clashes: ClassVar = {"parallel.fsdp": "nothing is left to exchange"}
     feature = BF16()
     exact_across_ranks = False
 

@@ -21,7 +21,8 @@ ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
 class Wire:
     """A process group of its own over the ranks of `group`, so that no other traffic can come between its own.
 
-    Its collectives must be started from one thread, and in the same order on all ranks.
+    Its collectives must be started from one thread, and in the same order on all ranks. All ranks of the world make one
+    at the same time, each of its own group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -29,11 +30,8 @@ class Wire:
         self.sent = 0  # bytes that left this rank, by the collectives' ring forms
         self.group = None
         if group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            own = dist.new_group(ranks, timeout_of(group), use_local_synchronization=True)
-            assert isinstance(own, dist.ProcessGroup)  # this rank is one of its members
-            self.group = own
-            self.rank, self.size = dist.get_rank(self.group), len(ranks)
+            self.group = twin(group, device)
+            self.rank, self.size = dist.get_rank(self.group), self.group.size()
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -132,6 +130,22 @@ class Wire:
             else:
                 work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
                 yield name, (self.size - 1) * mine.nbytes // self.size, _waiting(work)
+
+
+def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Another process group of the same ranks; every rank of the world calls it, each with its own `group`."""
+    mine = dist.get_process_group_ranks(group)
+    firsts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(firsts, torch.tensor([mine[0]], device=device))
+    parts: dict[int, list[int]] = {}
+    for rank, first in enumerate(firsts.tolist()):
+        parts.setdefault(first, []).append(rank)
+    # Every rank makes every group. torch can leave out the others' (use_local_synchronization), but then names a new
+    # group as it named one that is gone, whose addresses are still in the store.
+    made = {first: dist.new_group(ranks, timeout_of(group)) for first, ranks in parts.items()}
+    own = made[mine[0]]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], object]:

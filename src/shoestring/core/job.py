@@ -341,7 +341,8 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
 
 def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
     """Every mesh dimension with several ranks needs someone who keeps their models equal, or merges them."""
-    owned = set(job.replicas).union(*(feature.over for feature in features if Seam.SHARD in feature.seams))
+    keeping = [feature.over for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams)]
+    owned = set(job.replicas).union(*keeping)
     for dimension in (HOSTS, LOCAL):
         if job.world.ranks_over([dimension]) > 1 and dimension not in owned:
             raise ConfigError(

@@ -215,6 +215,7 @@ def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str
 def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: bool) -> list[str]:
     world = here()
     optimizers: list[Optimizer] = []
+    jobs.sgd()([nn.Parameter(torch.zeros(1))])  # the first optimizer loads torch's compiler, which sets variables
     before = taken(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
     with suppress(PlannedError):

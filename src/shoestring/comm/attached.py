@@ -1,0 +1,130 @@
+"""A codec between the ranks of a job: under DDP by its hook, under FSDP2 or nothing before the optimizer step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shoestring.comm.coordinator import Coordinator
+from shoestring.comm.ddp import Arriving
+from shoestring.comm.route import Route
+from shoestring.core.feature import HOSTS, LOCAL, Phase
+from shoestring.core.job import Job
+
+if TYPE_CHECKING:
+    from shoestring.comm.per_step import Exchange
+
+log = logging.getLogger("shoestring")
+
+LOOK = 25  # steps between looks at the residuals, which are as large as the gradients
+
+
+def install(job: Job, settings: Exchange) -> None:
+    """Exchange the job's gradients with the settings' codec from now on; nothing where there is one rank."""
+    under_ddp = isinstance(job.model, DistributedDataParallel)
+    dimensions = [each for each in (HOSTS, LOCAL) if (each in job.replicas) == under_ddp]
+    if job.world.ranks_over(dimensions) == 1:
+        return
+    routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
+    sizes = {name: _local(p).numel() * p.element_size() for name, p in job.module.named_parameters() if p.requires_grad}
+    coordinator = Coordinator(routes, settings.codec(), sizes, settings.parts, job.world.device)
+    job.exits.callback(coordinator.close)
+    if isinstance(job.model, DistributedDataParallel):
+        Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()}).attach(job.model)
+    else:
+        _before_the_step(job, dimensions, coordinator)
+    sharded = job.engine == "fsdp" or routes[0].inner is not None
+    kept = _Kept(coordinator, job.world.local_size if sharded else 1)
+    job.keep(settings.name.split(".")[0], kept, across="own", merge=kept.merge)
+    job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
+
+
+def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinator) -> None:
+    """Nobody keeps the models equal over these dimensions but the exchange; it comes before any clipping."""
+    group = job.world.group(dimensions)
+    assert group is not None
+    with torch.no_grad():
+        for tensor in [*job.model.parameters(), *job.model.buffers()]:
+            dist.broadcast(_local(tensor), group=group, group_src=0)
+    job.replicas = tuple(each for each in (HOSTS, LOCAL) if each in job.replicas or each in dimensions)
+    job.at(Phase.CLIP, lambda: coordinator.exchange(dict(_gradients(job.module))))
+
+
+def _gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of every gradient, with zeros where a rank had no use for a parameter that others may have."""
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = _local(parameter.grad)
+        if not grad.is_contiguous():
+            raise AssertionError(f"the gradient of {name} is not contiguous")
+        yield name, grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Kept:
+    """What survives of an exchange. Where rows are spread over the ranks of a host, each of those has its own rows."""
+
+    def __init__(self, coordinator: Coordinator, locals_: int) -> None:
+        self.coordinator, self.locals = coordinator, locals_
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"locals": self.locals, **self.coordinator.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.coordinator.load_state_dict(state_dict)
+
+    def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        if states[0]["locals"] != self.locals:
+            log.warning("comm: what was not sent yet is lost, for the ranks of a host hold other rows than before")
+            return {"round": states[0]["round"], "codec": {}}
+        alike = states[rank % self.locals :: self.locals]
+        return {"locals": self.locals, **self.coordinator.merged(alike)}
+
+
+class _Meter:
+    """The numbers of a step: bytes sent, what they would have been, and time that nothing hid."""
+
+    def __init__(self, job: Job, coordinator: Coordinator, route: Route) -> None:
+        self.job, self.coordinator = job, coordinator
+        whole = sum(coordinator.sizes.values())
+        self.dense = 2 * (route.size - 1) / route.size * whole
+        self.before = coordinator.sent
+        self.interfaces = interface_bytes()
+        job.trace.facts["wire_without"] = self.dense
+
+    def read(self) -> None:
+        sent, facts = self.coordinator.sent, self.job.trace.facts
+        self.job.numbers["wire_mb"] = (sent - self.before) / 1e6
+        self.job.numbers["exposed_s"] = self.coordinator.exposed
+        facts["wire_bytes"] = facts.get("wire_bytes", 0.0) + sent - self.before
+        facts["wire_steps"] = facts.get("wire_steps", 0.0) + 1
+        facts["wire_exposed"] = facts.get("wire_exposed", 0.0) + self.coordinator.exposed
+        facts["interface_bytes"] = interface_bytes() - self.interfaces
+        self.before = sent
+        if self.job.progress.step % LOOK == 0:
+            self.job.numbers["residual"] = self.coordinator.codec.norm("residual")
+
+
+def interface_bytes(root: Path = Path("/sys/class/net")) -> int:
+    """Bytes that this host's network interfaces have sent, loopback aside; 0 where Linux does not say."""
+    counters = (path / "statistics" / "tx_bytes" for path in root.glob("*") if path.name != "lo")
+    return sum(int(counter.read_text()) for counter in counters if counter.is_file())
+
+
+def shapes(model: nn.Module) -> Mapping[str, torch.Size]:
+    """The shapes that a codec will see on one rank, were the model replicated."""
+    return {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}

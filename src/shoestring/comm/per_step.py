@@ -1,0 +1,135 @@
+"""Settings of exchanges at every step: one table, one codec."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+
+if TYPE_CHECKING:
+    from shoestring.comm.codec import Codec
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+__all__ = ["BF16", "Dense", "Exchange", "PowerSGD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Feature):
+    """What all exchanges of gradients at every step have in common."""
+
+    parts: int = 2
+    """Exchanges a step; the first ones travel while the backward pass still computes."""
+    channels: int = 1
+    """Exchanges that may travel at once, each by a process group of its own."""
+    torus: bool = True
+    """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
+
+    seams: ClassVar = (Seam.WIRE,)
+
+    @abstractmethod
+    def codec(self) -> Codec:
+        """A new codec with these settings."""
+
+    @property
+    def cost(self) -> str:
+        """What the saving costs, in words."""
+        return "gradients are approximate; what is left out is added later"
+
+    def check(self, job: Job) -> None:
+        for name in ("parts", "channels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
+        if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
+            raise ConfigError(
+                f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
+            )
+
+        sharded = {each for feature in job.features if feature.engine == "fsdp" for each in feature.over}
+        if job.world.size > 1 and sharded >= {HOSTS, LOCAL}:
+            raise ConfigError(
+                f"`{self.name}` has nothing to exchange: the model is sharded over all ranks",
+                hint='shard inside hosts only, with parallel.fsdp.hosts = "leave"',
+            )
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.comm.attached import install
+
+        install(job, self)
+
+    def saving(self, trace: Trace) -> Saving | None:
+        facts = trace.facts
+        if not facts.get("wire_steps"):
+            return None
+        exposed = facts["wire_exposed"] / facts["wire_steps"]
+        return Saving(
+            unit="MB sent a rank and step",
+            used=facts["wire_bytes"] / facts["wire_steps"] / 1e6,
+            without=facts["wire_without"] / 1e6,
+            measured=True,
+            cost=f"{self.cost}; {1e3 * exposed:.0f} ms a step that nothing hid",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Exchange):
+    """Gradients whole, in the exchange's own order, parts and channels: what DDP does, between hosts as a 2D torus."""
+
+    def codec(self) -> Codec:
+        from shoestring.comm.dense import Dense
+
+        return Dense()
+
+    @property
+    def cost(self) -> str:
+        return "nothing is approximate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(Exchange):
+    """Gradients as bf16: half the bytes of fp32, with bf16's rounding in the sums."""
+
+    def codec(self) -> Codec:
+        import torch
+
+        from shoestring.comm.dense import Dense
+
+        return Dense(torch.bfloat16)
+
+    @property
+    def cost(self) -> str:
+        return "gradients are rounded to 8 bits of precision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Exchange):
+    """Gradients of low rank, by one power iteration a step, with error feedback (Vogels et al. 2019)."""
+
+    rank: int = 4
+    """Of what travels; bytes grow with it, and so does what each step brings."""
+    alternate: bool = False
+    """One half of the iteration a step: half the bytes and one round trip, with a basis that is one step old."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What the two factors travel as."""
+    seed: int = 0
+    """Of the first basis."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if self.rank < 1:
+            raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
+
+    def codec(self) -> Codec:
+        import torch
+
+        from shoestring.comm.powersgd import PowerSGD
+
+        dtype = torch.bfloat16 if self.wire == "bf16" else torch.float32
+        return PowerSGD(self.rank, alternate=self.alternate, dtype=dtype, seed=self.seed)
+
+    @property
+    def cost(self) -> str:
+        return f"gradients have rank {self.rank}; what is left out is added later"

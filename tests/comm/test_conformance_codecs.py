@@ -1,0 +1,27 @@
+"""Every exchange at every step, held to the contract of all features."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoestring.comm import Dense, PowerSGD
+from shoestring.testing import FeatureSuite
+
+
+class TestDense(FeatureSuite):
+    feature = Dense(parts=3, channels=2)
+    representative = False
+
+
+class TestPowerSGD(FeatureSuite):
+    feature = PowerSGD(rank=4)
+    clashes: ClassVar = {"parallel.fsdp": "nothing is left to exchange"}
+    exact_across_ranks = False
+    tolerance = 0.1
+
+
+class TestPowerSGDAlternating(FeatureSuite):
+    feature = PowerSGD(rank=4, alternate=True, wire="bf16", parts=1)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5  # of matrices this small, half an iteration a step leaves much for later

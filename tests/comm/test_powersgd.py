@@ -1,0 +1,143 @@
+"""PowerSGD against the formulas of the paper in fp64, and what must hold of any codec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoestring.comm.codec import Grads
+from shoestring.comm.powersgd import PowerSGD, orthogonalise
+from shoestring.comm.rehearsal import rehearse
+
+SHAPES = {"a": (24, 16), "b": (24, 16), "c": (10, 40), "bias": (16,), "conv": (12, 4, 3, 3)}
+RANKS = 3
+
+
+def gradients(seed: int, shapes=SHAPES) -> list[Grads]:
+    generator = torch.Generator().manual_seed(seed)
+    return [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(RANKS)]
+
+
+def mean(grads: list[Grads]) -> Grads:
+    return {name: torch.stack([each[name] for each in grads]).mean(0) for name in grads[0]}
+
+
+def copies(grads: list[Grads]) -> list[Grads]:
+    return [{name: grad.clone() for name, grad in each.items()} for each in grads]
+
+
+def residuals(codecs: list[PowerSGD], name: str) -> torch.Tensor:
+    return torch.stack([codec.state["residual"][name] for codec in codecs]).mean(0)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_conserves_what_it_does_not_send(alternate):
+    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    sent, owed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, gradients(0)
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(6):
+        owed = gradients(step)
+        for name, grad in mean(owed).items():
+            total[name] += grad
+        rehearse(codecs, owed, step)
+        for name in SHAPES:
+            sent[name] += owed[0][name]
+    for name, shape in SHAPES.items():
+        left = residuals(codecs, name).view(shape) if len(shape) > 1 else 0
+        torch.testing.assert_close(sent[name] + left, total[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_are_equal_bit_by_bit(alternate, dtype):
+    codecs = [PowerSGD(2, alternate=alternate, dtype=dtype, least=1) for _ in range(RANKS)]
+    for step in range(5):
+        grads = gradients(step)
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            assert all(torch.equal(grads[0][name], each[name]) for each in grads)
+
+
+def test_full_rank_is_the_average():
+    codecs = [PowerSGD(16, least=0.1) for _ in range(RANKS)]
+    for step in range(3):
+        grads = gradients(step)
+        expected = mean(grads)
+        rehearse(codecs, grads, step)
+        for name in ("a", "bias"):
+            torch.testing.assert_close(grads[0][name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_is_the_iteration_of_the_paper():
+    """One matrix, fp64, with the projection residual: P = orth(mean(M Q)), Q = mean(Mᵀ P), e = M - P (Mᵀ P)ᵀ."""
+    shapes, rank = {"a": (24, 16)}, 2
+    codecs = [PowerSGD(rank, least=1) for _ in range(RANKS)]
+    Q, e = None, [torch.zeros(24, 16, dtype=torch.float64)] * RANKS
+    for step in range(4):
+        grads = gradients(step, shapes)
+        M = [each["a"].double() + residual for each, residual in zip(grads, e, strict=True)]
+        if Q is None:
+            Q = codecs[0]._matrix("a", grads[0]["a"]).basis.double()
+        P = torch.linalg.qr(torch.stack([each @ Q for each in M]).mean(0))[0]
+        e = [each - P @ (each.T @ P).T for each in M]
+        Q = torch.stack([each.T @ P for each in M]).mean(0)
+        rehearse(codecs, grads, step)
+        torch.testing.assert_close(grads[0]["a"].double(), P @ Q.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_finds_the_low_rank_that_is_there(alternate):
+    """Of gradients whose mean has rank 2, nothing is left after a few equal steps."""
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(24, 2, generator=generator) @ torch.randn(2, 16, generator=generator)
+    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    for step in range(8):
+        grads = [{"a": low.clone()} for _ in range(RANKS)]
+        rehearse(codecs, grads, step)
+    assert residuals(codecs, "a").norm() < 1e-3 * low.norm()
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_giving_up_leaves_what_was(alternate):
+    from shoestring.comm.codec import Turn
+
+    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    for step in range(3):
+        rehearse(codecs, gradients(step), step)
+    before = codecs[1].state_dict()
+    before = {kind: {name: tensor.clone() for name, tensor in of.items()} for kind, of in before.items()}
+    coding = codecs[1].code(gradients(9)[1], Turn(1, RANKS, 3))
+    next(coding)
+    coding.close()
+    for kind, of_kind in before.items():
+        assert of_kind.keys() == codecs[1].state[kind].keys()
+        for name, tensor in of_kind.items():
+            torch.testing.assert_close(codecs[1].state[kind][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_are_those_of_the_factors():
+    codecs = [PowerSGD(2, least=1) for _ in range(RANKS)]
+    traffic = rehearse(codecs, gradients(0))
+    low = 2 * sum(n + m for n, m in ((24, 16), (24, 16), (10, 40), (12, 36)))
+    assert traffic.total("Mean") == 4 * (low + 16)
+    assert len(traffic.stages) == 2
+    assert len(rehearse([PowerSGD(2, alternate=True) for _ in range(RANKS)], gradients(0)).stages) == 1
+
+
+def test_orthogonalise_takes_matrices_of_lower_rank():
+    generator = torch.Generator().manual_seed(0)
+    good, flat, zero = torch.randn(9, 3, generator=generator), torch.ones(9, 3), torch.zeros(9, 3)
+    orthogonalise([good, flat, zero])
+    torch.testing.assert_close(good.T @ good, torch.eye(3), rtol=1e-5, atol=1e-5)
+    assert flat.isfinite().all()
+    assert zero.isfinite().all()
+    torch.testing.assert_close(flat[:, 0].norm(), torch.tensor(1.0))
+
+
+def test_merging_conserves_the_mean_residual():
+    codecs = [PowerSGD(2, least=1) for _ in range(RANKS)]
+    for step in range(3):
+        rehearse(codecs, gradients(step), step)
+    merged = codecs[0].merged([codec.state_dict() for codec in codecs])
+    torch.testing.assert_close(merged["residual"]["a"], residuals(codecs, "a"))
+    assert torch.equal(merged["Q"]["a"], codecs[2].state["Q"]["a"])
