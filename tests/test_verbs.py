@@ -112,11 +112,11 @@ def test_report_exports_the_trace_for_perfetto(trained, tmp_path, capsys):
 
 
 def test_probe_writes_what_it_measured(tmp_path, capsys):
-    from shoestring.core.cluster import Cluster
+    from shoestring.probe import read
 
     out = tmp_path / "cluster.toml"
     assert main(["probe", "--workers", "1", "--out", str(out)]) == 0
-    cluster = Cluster.read(out)
+    cluster = read(out)
     assert cluster.devices[0].matmul_fp32 > 1e6
     assert cluster.stores[0].write > 1e3
     assert cluster.links == ()

@@ -114,14 +114,14 @@ class Probe:
 
             return launch(["probe", "--out", str(self.out)], workers)
         from shoestring.joining import join
-        from shoestring.probe import probe
+        from shoestring.probe import described, probe, write
 
         with join() as world:
             _quiet(world.first)
             cluster = probe(world, self.out.parent)
-            world.decide(lambda: cluster.write(self.out))
+            world.decide(lambda: write(cluster, self.out))
             if world.first:
-                print(cluster)
+                print("\n".join(described(cluster)))
         return 0
 
 
@@ -156,12 +156,11 @@ class Report:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import report
-        from shoestring.core.trace import Trace
-        from shoestring.report.timeline import chrome
+        from shoestring.report.timeline import chrome, read
 
         print(report.write(self.run))
         if self.trace is not None:
-            ranks = [Trace.read(path) for path in sorted(self.run.glob("trace-*.jsonl"))]
+            ranks = [read(path) for path in sorted(self.run.glob("trace-*.jsonl"))]
             self.trace.write_text(json.dumps(chrome(ranks)))
             print(self.trace)
         return 0

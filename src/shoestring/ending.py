@@ -26,6 +26,7 @@ from shoestring.feed import Feed
 from shoestring.meter import Meter, memory_gib
 from shoestring.models.gpt import GPT
 from shoestring.models.sampling import generate
+from shoestring.report import timeline
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, TensorBoard
 from shoestring.run import Run
@@ -117,7 +118,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
     whole = _whole(job, made_by)
     rate = (job.progress.tokens - meter.tokens_before) / seconds / job.world.size if seconds else 0.0
     ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, rate)).encode())]
-    traces = job.world.gather(job.trace.dumps().encode())
+    traces = job.world.gather(timeline.dumps(job.trace).encode())
     if job.world.first:
         assert whole is not None
         build.save_model(whole, data.corpus and data.corpus.tokenizer, folder / "model", made_by)

@@ -7,15 +7,21 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import cattrs
+import tomli_w
 import torch
 import torch.distributed as dist
 
+from shoestring.comm.probing import collectives
 from shoestring.core.cluster import Cluster, Device, Link, Store
 from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.files import write_atomic
 from shoestring.core.world import World
 
 LARGE = 1 << 22  # bytes of the first bandwidth message; doubled until one takes PATIENCE
@@ -38,8 +44,50 @@ def probe(world: World, folder: Path) -> Cluster:
         devices=tuple(Device(**each["device"]) for each in everyone),
         stores=tuple(Store(**each["store"]) for each in everyone if each["store"]),
         links=tuple(Link(**link) for each in everyone for link in each["links"]),
-        all_reduce_latency=_all_reduce(world),
+        collectives=collectives(world, (HOSTS, LOCAL)),
     )
+
+
+def write(cluster: Cluster, path: Path) -> None:
+    """As TOML.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        write_atomic(path, tomli_w.dumps(asdict(cluster)).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
+
+
+def read(path: Path) -> Cluster:
+    """The inverse of `write`.
+
+    Raises:
+        ConfigError: the file is missing or is no cluster file.
+    """
+    try:
+        return cattrs.Converter(forbid_extra_keys=True).structure(tomllib.loads(path.read_text()), Cluster)
+    except (OSError, ValueError, cattrs.BaseValidationError) as error:
+        raise ConfigError(f"`{path}` is no cluster file: {error}", hint="make one with `shoestring probe`") from error
+
+
+def described(cluster: Cluster) -> Iterator[str]:
+    """What was measured, as lines."""
+    for device in cluster.devices:
+        yield (
+            f"rank {device.rank} on {device.host}: {device.name}, {device.memory / 2**30:.1f} GiB, "
+            f"matmul {device.matmul_fp32 / 1e9:.0f} GFLOP/s in fp32 and {device.matmul_bf16 / 1e9:.0f} in bf16, "
+            f"memory copy {device.copy / 1e9:.1f} GB/s"
+        )
+    for store in cluster.stores:
+        yield f"disk of {store.host}: {store.write / 1e6:.0f} MB/s, {store.commit * 1e3:.1f} ms a commit"
+    for link in cluster.links:
+        rate = link.bandwidth * 8 / 1e6
+        yield f"rank {link.source} to rank {link.target}: {link.latency * 1e6:.0f} us, {rate:.0f} Mbit/s"
+    for each in cluster.collectives:
+        rate = each.bandwidth / 1e6
+        yield f"{each.kind} over {each.ranks} ranks: {each.latency * 1e6:.0f} us + 1 s for each {rate:.1f} MB"
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
@@ -154,11 +202,3 @@ def _answer(world: World, peer: int) -> None:
             return
         dist.recv(torch.empty(int(length), device=world.device), peer)
         dist.send(answer, peer)
-
-
-def _all_reduce(world: World) -> float:
-    if world.size == 1:
-        return 0.0
-    token = torch.zeros(1, dtype=torch.float64, device=world.device)
-    world.barrier()
-    return median_seconds(lambda: dist.all_reduce(token), world.device, repeats=21)

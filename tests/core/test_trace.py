@@ -8,7 +8,7 @@ import pytest
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.trace import Trace, span
-from shoestring.report.timeline import chrome, merge
+from shoestring.report.timeline import chrome, dumps, merge, read
 
 
 def made(rank=0, names=("a", "b"), start=0.0):
@@ -23,12 +23,12 @@ def test_what_is_written_is_read_again(tmp_path):
     trace = made()
     trace.record("a", "wire", 3.0, 4.0)
     path = tmp_path / "trace-0.jsonl"
-    path.write_text(trace.dumps())
-    again = Trace.read(path)
+    path.write_text(dumps(trace))
+    again = read(path)
     assert (again.rank, again.host, again.facts) == (trace.rank, trace.host, trace.facts)
     assert list(again.spans) == list(trace.spans)
     assert again.totals == trace.totals
-    assert again.dumps() == trace.dumps()
+    assert dumps(again) == dumps(trace)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,21 @@ def test_what_is_written_is_read_again(tmp_path):
         '{"trace": 1, "totals": [], "rank": 0, "host": ""}\n',
         '{"trace": 1, "totals": [], "rank": 0, "host": "", "facts": {}}\n{"name": "a"}\n',
         '{"trace": 1, "totals": [], "rank": 0, "host": "", "facts": {}}\n5\n',
-        made().dumps().replace('"compute"', '"magic"'),
+        dumps(made()).replace('"compute"', '"magic"'),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match="is not a trace of format 1"):
-        Trace.read(path)
+        read(path)
 
 
 def test_binary_and_missing_files_are_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
     for name in ("binary", "missing"):
         with pytest.raises(ConfigError):
-            Trace.read(tmp_path / name)
+            read(tmp_path / name)
 
 
 def test_merge_orders_all_ranks_by_time():
@@ -148,7 +148,7 @@ def test_writing_while_other_threads_record():
         thread.start()
     try:
         for _ in range(20):
-            head, *lines = map(json.loads, trace.dumps().splitlines())
+            head, *lines = map(json.loads, dumps(trace).splitlines())
             assert head["trace"] == 1 and len(lines) <= 512
     finally:
         ended.set()

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import cattrs
-import tomli_w
-
-from shoestring.core.errors import ConfigError
-from shoestring.core.files import write_atomic
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,49 +40,30 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Everything that `shoestring probe` measured; what plans are priced with."""
+class Collective:
+    """All ranks along `over` at once: `latency` seconds, and a second for each `bandwidth` bytes a rank hands over."""
 
-    devices: tuple[Device, ...]
+    kind: str  # all-reduce, all-gather, all-to-all
+    over: tuple[str, ...]
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Everything that was measured; what plans are priced with."""
+
+    devices: tuple[Device, ...] = ()
     stores: tuple[Store, ...] = ()
     links: tuple[Link, ...] = ()
-    all_reduce_latency: float = 0.0
-    """Seconds of an all-reduce of 8 bytes over all ranks."""
+    collectives: tuple[Collective, ...] = ()
+    slowdown: dict[str, float] = field(default_factory=dict)
+    """How kinds of work hinder each other, as `simulate` takes it."""
 
-    def write(self, path: Path) -> None:
-        try:
-            write_atomic(path, tomli_w.dumps(asdict(self)).encode())
-        except OSError as error:
-            raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
-
-    @classmethod
-    def read(cls, path: Path) -> Cluster:
-        """The inverse of `write`.
-
-        Raises:
-            ConfigError: the file is missing or is no cluster file.
-        """
-        try:
-            return cattrs.Converter(forbid_extra_keys=True).structure(tomllib.loads(path.read_text()), cls)
-        except (OSError, ValueError, cattrs.BaseValidationError) as error:
-            raise ConfigError(
-                f"`{path}` is no cluster file: {error}", hint="make one with `shoestring probe`"
-            ) from error
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for device in self.devices:
-            yield (
-                f"rank {device.rank} on {device.host}: {device.name}, {device.memory / 2**30:.1f} GiB, "
-                f"matmul {device.matmul_fp32 / 1e9:.0f} GFLOP/s in fp32 and {device.matmul_bf16 / 1e9:.0f} in bf16, "
-                f"memory copy {device.copy / 1e9:.1f} GB/s"
-            )
-        for store in self.stores:
-            yield f"disk of {store.host}: {store.write / 1e6:.0f} MB/s, {store.commit * 1e3:.1f} ms a commit"
-        for link in self.links:
-            rate = link.bandwidth * 8 / 1e6
-            yield f"rank {link.source} to rank {link.target}: {link.latency * 1e6:.0f} us, {rate:.0f} Mbit/s"
-        if self.all_reduce_latency:
-            yield f"all-reduce of 8 bytes over {len(self.devices)} ranks: {self.all_reduce_latency * 1e6:.0f} us"
+    def collective(self, kind: str, over: Sequence[str]) -> Collective:
+        """That kind of collective over these dimensions of the mesh; KeyError where it was not measured."""
+        for each in self.collectives:
+            if (each.kind, each.over) == (kind, tuple(over)):
+                return each
+        raise KeyError(f"{kind} over {over}")

@@ -6,19 +6,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, NamedTuple, Self, get_args
-
-from shoestring.core.errors import ConfigError
+from typing import Literal, NamedTuple, Self
 
 Kind = Literal["compute", "wire", "copy", "disk", "wait"]
-FORMAT = 1
 
 # The traces that are open in this process. Work is marked on threads that were started long before or outside of
 # any run (autograd's, a communication library's), so a context variable would not reach them.
@@ -93,45 +88,10 @@ class Trace:
         """Seconds of all spans of one kind; those that overlap count each."""
         return sum(total.seconds for (_, of), total in self.totals.items() if of == kind)
 
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def dumps(self) -> str:
-        """JSON lines: a head with the totals, then one line a span."""
+    def snapshot(self) -> tuple[list[Span], dict[tuple[str, Kind], Total]]:
+        """Spans and totals as they are now, while other threads go on recording."""
         with self._lock:
-            spans, totals = list(self.spans), list(self.totals.items())
-        head = {
-            "trace": FORMAT,
-            "rank": self.rank,
-            "host": self.host,
-            "facts": self.facts,
-            "totals": [
-                {"name": name, "kind": kind, "count": total.count, "seconds": total.seconds, "bytes": total.nbytes}
-                for (name, kind), total in totals
-            ],
-        }
-        return "".join(json.dumps(line) + "\n" for line in (head, *(span._asdict() for span in spans)))
-
-    @classmethod
-    def read(cls, path: Path) -> Trace:
-        """The inverse of `dumps`, from a file.
-
-        Raises:
-            ConfigError: the file is not a trace of this format.
-        """
-        try:
-            head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-            if head["trace"] != FORMAT:
-                raise ValueError(f"format {head['trace']}")
-            totals = {(t["name"], t["kind"]): Total(t["count"], t["seconds"], t["bytes"]) for t in head["totals"]}
-            spans = [Span(**line) for line in lines]
-            if any(span.kind not in get_args(Kind) for span in spans):
-                raise ValueError("unknown kind of span")
-            rank, host, facts = head["rank"], head["host"], head["facts"]
-        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"`{path}` is not a trace of format {FORMAT}: {error}") from error
-        trace = cls(rank=rank, host=host, facts=facts, totals=totals, keep=max(len(spans), 1))
-        trace.spans.extend(spans)
-        return trace
+            return list(self.spans), {key: replace(total) for key, total in self.totals.items()}
 
 
 class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute"):`)

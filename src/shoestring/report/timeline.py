@@ -1,10 +1,54 @@
-"""The traces of all ranks on one line of time."""
+"""Traces as files, and those of all ranks on one line of time."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import get_args
 
-from shoestring.core.trace import Span, Trace
+from shoestring.core.errors import ConfigError
+from shoestring.core.trace import Kind, Span, Total, Trace
+
+FORMAT = 1
+
+
+def dumps(trace: Trace) -> str:
+    """JSON lines: a head with the totals, then one line a span."""
+    spans, totals = trace.snapshot()
+    head = {
+        "trace": FORMAT,
+        "rank": trace.rank,
+        "host": trace.host,
+        "facts": trace.facts,
+        "totals": [
+            {"name": name, "kind": kind, "count": total.count, "seconds": total.seconds, "bytes": total.nbytes}
+            for (name, kind), total in totals.items()
+        ],
+    }
+    return "".join(json.dumps(line) + "\n" for line in (head, *(span._asdict() for span in spans)))
+
+
+def read(path: Path) -> Trace:
+    """The inverse of `dumps`, from a file.
+
+    Raises:
+        ConfigError: the file is not a trace of this format.
+    """
+    try:
+        head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if head["trace"] != FORMAT:
+            raise ValueError(f"format {head['trace']}")
+        totals = {(t["name"], t["kind"]): Total(t["count"], t["seconds"], t["bytes"]) for t in head["totals"]}
+        spans = [Span(**line) for line in lines]
+        if any(span.kind not in get_args(Kind) for span in spans):
+            raise ValueError("unknown kind of span")
+        rank, host, facts = head["rank"], head["host"], head["facts"]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"`{path}` is not a trace of format {FORMAT}: {error}") from error
+    trace = Trace(rank=rank, host=host, facts=facts, totals=totals, keep=max(len(spans), 1))
+    trace.spans.extend(spans)
+    return trace
 
 
 def merge(traces: Iterable[Trace]) -> list[tuple[int, Span]]:
