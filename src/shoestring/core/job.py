@@ -91,6 +91,7 @@ class Job:
         self.kept: dict[str, Kept] = {}
         self.numbers: dict[str, float | Tensor] = {}  # what features publish; loops hand it to sinks
         self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
+        self.refuse: Callable[[NonFiniteError], None] = _raise  # replicas that train alone end together
         self.stopping = False
         self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self._stop_asked = False
@@ -129,7 +130,7 @@ class Job:
         """Torch's engine that the model runs or will run under: "ddp", "fsdp" or "" for none."""
         if isinstance(self.model, DistributedDataParallel):
             return "ddp"
-        return next((feature.engine for feature in self.features if Seam.SHARD in feature.seams), "")
+        return next((feature.engine for feature in self.features if feature.engine), "")
 
     @property
     def parameters(self) -> Params:
@@ -237,12 +238,12 @@ class Job:
         if not (math.isfinite(loss) and count):
             self.built_optimizer.zero_grad(set_to_none=True)
             at = f"at step {self.progress.step + 1 - (ready is not sums)}"
+            said = f"the loss became {loss} {at}"
+            hint = "the last save is good; resume with a lower learning rate or with [optim.clip]"
             if not count:
-                raise NonFiniteError(f"there is no loss {at}: none of its targets count")
-            raise NonFiniteError(
-                f"the loss became {loss} {at}",
-                hint="the last save is good; resume with a lower learning rate or with [optim.clip]",
-            )
+                said, hint = f"there is no loss {at}: none of its targets count", ""
+            self.refuse(NonFiniteError(said, hint=hint))
+            return
         self.progress.tokens += int(count)
         self.stopping = votes > 0
 
@@ -253,7 +254,7 @@ class Job:
 
     def _apply(self, sums: Tensor) -> None:
         self.scaler.unscale_(self.built_optimizer)
-        if self.progress.count:
+        if self.progress.count and self.gradients:  # there are none after a refused loss
             self._correct(sums[1])
         with span("optimizer", "compute"):
             self.scaler.step(self.built_optimizer)
@@ -308,6 +309,10 @@ class Job:
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:

@@ -24,9 +24,15 @@ class DDP(Feature):
     """Size of the buckets in which gradients travel while the backward pass still computes, in MB."""
     find_unused: bool = False
     """Look for parameters that a step did not use; needed where the graph changes, costs a walk of the graph."""
+    hosts: Literal["replicate", "leave"] = "replicate"
+    """Across hosts: average as inside them, or leave that dimension to another feature."""
 
     seams: ClassVar = (Seam.SHARD,)
     engine: ClassVar = "ddp"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        return (LOCAL,) if self.hosts == "leave" else (HOSTS, LOCAL)
 
     def check(self, job: Job) -> None:
         if not 0 < self.bucket_mb < math.inf:
@@ -40,7 +46,10 @@ class DDP(Feature):
         replicate(job, self)
 
     def explain(self, job: Job) -> str:
-        return f"{job.world.size} replicas" if job.world.size > 1 else "off: one rank"
+        replicas = job.world.ranks_over(self.over)
+        if replicas == 1:
+            return "off: one rank" if job.world.size == 1 else "off: one rank a host"
+        return f"{replicas} replicas" + (f" in each of {job.world.hosts} hosts" if replicas < job.world.size else "")
 
 
 @dataclass(frozen=True, kw_only=True)
