@@ -1,0 +1,196 @@
+"""Quantised owner-reduce: what each rounding promises, what is conserved, and what travels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.comm.codec import Grads, Turn
+from shoestring.comm.quantize import Quantize, in_buckets, pack, unpack
+from shoestring.comm.rehearsal import rehearse
+
+SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
+RANKS = 3
+
+
+def gradients(seed: int, ranks: int = RANKS, dtype: torch.dtype = torch.float32) -> list[Grads]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+        for _ in range(ranks)
+    ]
+
+
+def mean(grads: list[Grads]) -> Grads:
+    return {name: torch.stack([each[name].float() for each in grads]).mean(0) for name in grads[0]}
+
+
+@given(bits=st.sampled_from([1, 2, 4, 8]), rows=st.integers(1, 3), count=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_packing_is_exact_and_dense(bits, rows, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(2**bits, (rows, count), dtype=torch.uint8, generator=generator)
+    packed = pack(codes, bits)
+    assert packed.shape == (rows, math.ceil(count * bits / 8))
+    assert torch.equal(unpack(packed, bits, count), codes)
+
+
+def test_a_bucket_never_crosses_parameters():
+    tensors = [torch.randn(5), torch.randn(9), torch.randn(4, 2)]
+    room, parts, entries = in_buckets(tensors, rows=2, bucket=4)
+    assert room.shape == (2, 4, 4)
+    assert entries.flatten().tolist() == [4, 1, 4, 4, 1, 4, 4, 4]  # the last one belongs to nobody
+    for index, part in enumerate(parts):
+        part.fill_(index + 1)
+    owners = [set(bucket.tolist()) - {0.0} for bucket in room.view(-1, 4)]
+    assert owners == [{1}, {1}, {2}, {2}, {2}, {3}, {3}, set()]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_rounding_is_unbiased(bits):
+    """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors."""
+    truth, trials = mean(gradients(0)), 400
+    first, second = torch.zeros(SHAPES["matrix"]), torch.zeros(SHAPES["matrix"])
+    codecs = [Quantize(bits, bucket=64) for _ in range(RANKS)]
+    for step in range(trials):
+        grads = gradients(0)
+        rehearse(codecs, grads, step)
+        error = grads[0]["matrix"] - truth["matrix"]
+        first += error / trials
+        second += error**2 / trials
+    # An entry just beside a level is hardly ever rounded to the next one: the error is known no better than this.
+    least = 0.05 * max(float(each["matrix"].abs().max()) for each in gradients(0)) / (2 ** (bits - 1) - 1)
+    z = first / ((second - first**2).sqrt().clamp(min=least) / trials**0.5)
+    assert z.abs().max() < 5
+    assert abs(float(z.mean())) < 5 / z.numel() ** 0.5  # all entries together: a bias common to them
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nearest_rounding_errs_at_most_half_a_step_at_each_end(bits):
+    grads = gradients(1)
+    truth, largest = mean(grads), max(float(g.abs().max()) for each in grads for g in each.values())
+    rehearse([Quantize(bits, rounding="nearest") for _ in range(RANKS)], grads)
+    step = largest / (2 ** (bits - 1) - 1)
+    for name, grad in grads[0].items():
+        assert (grad - truth[name]).abs().max() <= step * 1.0001
+    worst = max(float((grad - truth[name]).abs().max()) for name, grad in grads[0].items())
+    assert worst > step / 8  # the bound is not idle
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@given(seed=st.integers(0, 2**20), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e20]))
+@settings(max_examples=20, deadline=None)
+def test_nearest_rounding_contracts(bits, seed, scale):
+    """‖x - C(x)‖² <= ‖x‖² - max x² in each bucket: no entry errs by more than itself, and the largest is exact."""
+    grads = {"x": torch.randn(700, generator=torch.Generator().manual_seed(seed)) ** 3 * scale}
+    x = grads["x"].clone()
+    rehearse([Quantize(bits, rounding="nearest")], [grads])
+    left, whole = (x.double() - grads["x"].double()) ** 2, x.double() ** 2
+    for errors, squares in zip(left.split(512), whole.split(512), strict=True):
+        assert errors.sum() <= squares.sum() - squares.max() * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_conserves_what_it_does_not_send(bits, rounding):
+    codecs = [Quantize(bits, bucket=32, rounding=rounding, feedback=True) for _ in range(RANKS)]
+    sent, total = mean([{n: torch.zeros(s) for n, s in SHAPES.items()}]), {n: torch.zeros(s) for n, s in SHAPES.items()}
+    for step in range(8):
+        grads = gradients(step)
+        for name, grad in mean(grads).items():
+            total[name] += grad
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            sent[name] += grads[0][name]
+    for name in SHAPES:
+        left = torch.stack([codec.state["residual"][name] for codec in codecs]).mean(0)
+        torch.testing.assert_close(sent[name] + left, total[name], rtol=1e-5, atol=1e-5)
+        assert name == "scalar" or left.abs().max() > 1e-4  # else the test would pass idly
+
+
+def test_the_residual_stays_small():
+    """Each step adds a new gradient and takes most of it away; both compressions' errors are in it."""
+    codecs = [Quantize(4, rounding="nearest", feedback=True) for _ in range(8)]
+    norms = []
+    for step in range(60):
+        rehearse(codecs, gradients(step, ranks=8), step)
+        norms.append(max(codec.norm("residual") for codec in codecs))
+    assert max(norms[30:]) < 1.2 * max(norms[10:30])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_are_equal_bit_by_bit(dtype):
+    codecs = [Quantize(8, bucket=64, feedback=True) for _ in range(RANKS)]
+    for step in range(50):
+        grads = gradients(step, dtype=dtype)
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            assert all(torch.equal(grads[0][name], each[name]) for each in grads)
+
+
+def test_zeros_stay_zeros():
+    grads = gradients(0)
+    for each in grads:
+        each["matrix"][5] = 0
+        each["bias"].zero_()
+    rehearse([Quantize(4, bucket=64) for _ in range(RANKS)], grads)
+    assert not grads[0]["matrix"][5].any()
+    assert not grads[0]["bias"].any()
+    assert grads[0]["matrix"][6].any()
+
+
+@pytest.mark.parametrize(("bits", "ranks"), [(8, 2), (8, 4), (4, 3)])
+def test_bytes(bits, ranks):
+    """bits / 8 and one fp32 scale for each bucket of 512, both ways round a ring, and one number for each pair."""
+    n = ranks * 2048
+    grads = [{"w": torch.randn(n)} for _ in range(ranks)]
+    traffic = rehearse([Quantize(bits) for _ in range(ranks)], grads)
+    encoded = n * bits / 8 + n / 512 * 4
+    assert traffic.sent(ranks) == 2 * (ranks - 1) / ranks * encoded + (ranks - 1) * 4
+    assert len(traffic.stages) == Quantize.stages
+    if bits == 8:
+        assert encoded / n < 1.016
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_is_not_finite_shows_on_every_rank_before_anything_is_kept(value, rank):
+    codecs = [Quantize(8, bucket=64, rounding="nearest", feedback=True) for _ in range(RANKS)]
+    rehearse(codecs, gradients(0))
+    before = {name: tensor.clone() for name, tensor in codecs[0].state["residual"].items()}
+    coding = codecs[0].code(gradients(1)[0], Turn(0, RANKS, 1))
+    next(coding)
+    coding.close()
+    assert all(torch.equal(before[name], tensor) for name, tensor in codecs[0].state["residual"].items())
+
+    grads = gradients(1)
+    grads[rank]["long"][1000] = value  # in the part of the last rank alone
+    asked = [
+        next(codec.code(each, Turn(r, RANKS, 1))) for r, (codec, each) in enumerate(zip(codecs, grads, strict=True))
+    ]
+    for reader in range(RANKS):
+        answers = [torch.stack([requests[i].tensor[reader] for requests in asked]) for i in range(len(asked[0]))]
+        assert not all(answer.isfinite().all() for answer in answers if answer.is_floating_point())
+
+
+def test_nothing_to_send():
+    rehearse([Quantize(8) for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
+
+
+def test_merged_conserves_the_residual():
+    codecs = [Quantize(4, rounding="nearest", feedback=True) for _ in range(RANKS)]
+    rehearse(codecs, gradients(0))
+    owed = torch.stack([codec.state["residual"]["matrix"] for codec in codecs]).mean(0)
+    state = codecs[0].merged([codec.state_dict() for codec in codecs])
+    fewer = [Quantize(4, rounding="nearest", feedback=True) for _ in range(2)]
+    for codec in fewer:
+        codec.load_state_dict(state)
+    grads = gradients(1, ranks=2)
+    total = mean(grads)["matrix"] + owed
+    rehearse(fewer, grads, 1)
+    left = torch.stack([codec.state["residual"]["matrix"] for codec in fewer]).mean(0)
+    torch.testing.assert_close(grads[0]["matrix"] + left, total, rtol=1e-5, atol=1e-5)
