@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
-from shoestring.comm.per_step import BF16, Dense, PowerSGD
+from typing import TYPE_CHECKING
 
-__all__ = ["BF16", "Dense", "PowerSGD"]
+from shoestring.comm.per_step import BF16, Dense, Exchange, PowerSGD
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shoestring.core.job import Job
+
+__all__ = ["BF16", "Dense", "PowerSGD", "attach"]
+
+
+def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:
+    """Exchange the gradients of somebody else's model by `feature`: one line after the model is wrapped in DDP.
+
+    Args:
+        optimizer: needed without DDP, where the exchange comes right before its step; and for the report's numbers.
+
+    Returns:
+        The job, to `close`, and to keep what must survive (`job.kept`).
+
+    Raises:
+        ConfigError: the feature does not fit the model.
+    """
+    from shoestring.comm.attached import attach
+
+    return attach(model, feature, optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from shoestring.comm.coordinator import Coordinator
 from shoestring.comm.ddp import Arriving
 from shoestring.comm.route import Route
-from shoestring.core.feature import HOSTS, LOCAL, Phase
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL, Phase, Seam
 from shoestring.core.job import Job
+from shoestring.core.job import attach as attach_to_loop
 
 if TYPE_CHECKING:
     from shoestring.comm.per_step import Exchange
@@ -38,13 +41,31 @@ def install(job: Job, settings: Exchange) -> None:
     coordinator = Coordinator(routes, settings.codec(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
-        Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()}).attach(job.model)
+        arriving = Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()})
+        arriving.attach(job.model)
+        job.at(Phase.CLIP, arriving.take_back)
     else:
         _before_the_step(job, dimensions, coordinator)
     sharded = job.engine == "fsdp" or routes[0].inner is not None
     kept = _Kept(coordinator, job.world.local_size if sharded else 1)
     job.keep(settings.name.split(".")[0], kept, across="own", merge=kept.merge)
     job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
+
+
+def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:
+    """See `shoestring.comm.attach`."""
+    if optimizer is not None:
+        return attach_to_loop(model, optimizer, feature)
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"`{feature.name}` exchanges gradients before the optimizer's step, and there is no optimizer",
+            hint="give the optimizer as third argument, or wrap the model in DistributedDataParallel first",
+        )
+    job = Job(model)
+    feature = feature.resolve(job.world)
+    feature.check(job)
+    feature.apply(job, Seam.WIRE)
+    return job
 
 
 def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinator) -> None:
@@ -123,8 +144,3 @@ def interface_bytes(root: Path = Path("/sys/class/net")) -> int:
     """Bytes that this host's network interfaces have sent, loopback aside; 0 where Linux does not say."""
     counters = (path / "statistics" / "tx_bytes" for path in root.glob("*") if path.name != "lo")
     return sum(int(counter.read_text()) for counter in counters if counter.is_file())
-
-
-def shapes(model: nn.Module) -> Mapping[str, torch.Size]:
-    """The shapes that a codec will see on one rank, were the model replicated."""
-    return {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}

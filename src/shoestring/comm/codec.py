@@ -99,6 +99,11 @@ class Codec(ABC):
         """`kept` for every gradient, as a list for foreach operations."""
         return [self.kept(kind, name, grad) for name, grad in grads.items()]
 
+    def take_back(self, name: str, delivered: Tensor) -> None:
+        """Owe again what was decoded for one parameter, equal on all ranks, and could not be used."""
+        if name in self.state.get("residual", {}):
+            self.state["residual"][name].add_(delivered.view_as(self.state["residual"][name]))
+
     def norm(self, kind: str) -> float:
         """The 2-norm of all state of one kind on this rank."""
         return float(torch.nn.utils.get_total_norm(list(self.state.get(kind, {}).values())))

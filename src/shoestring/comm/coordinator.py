@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.route import Route
@@ -126,6 +127,10 @@ class Coordinator:
         with span("exposed", "wait"):
             for future in done:
                 future.result()
+
+    def take_back(self, name: str, delivered: Tensor) -> None:
+        """Owe again an average that could not be used."""
+        self.codec.take_back(name, self.channels[0].route.own(delivered))
 
     def _submit(self, last: bool) -> None:
         cohort, self._open = self._open, Cohort()

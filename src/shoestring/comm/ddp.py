@@ -16,9 +16,16 @@ class Arriving:
 
     def __init__(self, coordinator: Coordinator, names: dict[Tensor, str]) -> None:
         self.coordinator, self.names = coordinator, names
+        self.delivered: dict[str, Tensor] = {}  # the newest averages, where DDP keeps them
 
     def attach(self, model: DistributedDataParallel) -> None:
         model.register_comm_hook(self, hand_over)
+
+    def take_back(self) -> None:
+        """DDP gives no gradient to a parameter that no rank used, so what was owed to it stays owed."""
+        for parameter, name in self.names.items():
+            if parameter.requires_grad and parameter.grad is None and name in self.delivered:
+                self.coordinator.take_back(name, self.delivered[name])
 
 
 def hand_over(state: Arriving, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -34,6 +41,7 @@ def hand_over(state: Arriving, bucket: GradBucket) -> torch.futures.Future[torch
             return
         for name, view in views.items():
             copy_back(view, dense[name])
+        state.delivered |= views
         future.set_result(buffer)
 
     state.coordinator.arrive(dense, after, last=bucket.is_last())

@@ -92,26 +92,16 @@ class PowerSGD(Codec):
             self.state["Q"][each.name] = Q_
 
     def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
-        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis.
-
-        The residual needs nothing that travels, so it is written while M is at hand. If the exchange is given up,
-        it is taken back, by the gradient that is still there.
-        """
+        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis."""
         scratch, Q = _scratch(matrices), [each.basis.clone() for each in matrices]
         orthogonalise(Q)
-        P = _factors(matrices, [len(each.grad) for each in matrices])
-        for each, P_, Q_ in zip(matrices, P, Q, strict=True):
-            M = _sum(each, scratch)
-            torch.mm(M, Q_, out=P_)
-            torch.addmm(M, P_, Q_.t(), alpha=-1, out=each.residual)
-        own = [P_.clone() for P_ in P]
-        try:
-            yield from averaged(P, whole, self.dtype)
-        except GeneratorExit:
-            for each, P_, Q_ in zip(matrices, own, Q, strict=True):
-                each.residual.addmm_(P_, Q_.t()).sub_(each.grad)
-            raise
-        for each, P_, Q_ in zip(matrices, P, Q, strict=True):
+        own = _factors(matrices, [len(each.grad) for each in matrices])
+        for each, P_, Q_ in zip(matrices, own, Q, strict=True):
+            torch.mm(_sum(each, scratch), Q_, out=P_)
+        P = [P_.clone() for P_ in own]
+        yield from averaged(P, whole, self.dtype)
+        for each, own_, P_, Q_ in zip(matrices, own, P, Q, strict=True):
+            torch.addmm(_sum(each, scratch), own_, Q_.t(), alpha=-1, out=each.residual)
             _decode(each, P_, Q_)
             old, new = ("P", "Q") if each.transposed else ("Q", "P")
             del self.state[old][each.name]

@@ -55,6 +55,10 @@ class Route:
             gathered(self.inner, mine, list(grads.values()))
         return finite
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """What of a tensor this rank's codec sees."""
+        return tensor if self.inner is None else _blocks(tensor, self.inner.size)[self.inner.rank]
+
 
 def scattered(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
     """This rank's rows of the average over the wire's ranks: row block r of every tensor is for rank r.
