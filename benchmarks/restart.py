@@ -76,7 +76,7 @@ class Trial:
         path = self.shared / name
         return read(path).columns.get("loss", {}) if (path / "metrics.jsonl").is_file() else {}
 
-    def local(self, name: str, workers: int = 2) -> dict[int, float]:
+    def local(self, name: str, *overrides: str, workers: int = 2) -> dict[int, float]:
         """The losses of this machine's own ranks.
 
         Raises:
@@ -84,7 +84,7 @@ class Trial:
         """
         command = [sys.executable, "-m", "shoestring", "train", self.run, "--workers", str(workers)]
         folder = ["--run.folder", str(self.shared / name)]
-        done = subprocess.run([*command, *folder], env=os.environ | environment(), capture_output=True, text=True)
+        done = subprocess.run([*command, *folder, *overrides], env=os.environ | environment(), capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{workers} local ranks failed:\n{done.stderr}")
         return self.losses(name)
