@@ -132,11 +132,17 @@ class Saver:
                     raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
-        """The state for this rank; None for what the save lacks, or what cannot survive a change of ranks."""
+        """The state for this rank; None for what the save lacks, or what cannot survive a change of ranks.
+
+        What was one state for all is where each rank begins, should they hold their own now; the other way round, all
+        go on from the first one's.
+        """
         kept, world = self.job.kept[name], self.job.world
-        if kept.across != "own":
-            return content["shared"].get(name)
+        if name in content["shared"]:
+            return content["shared"][name]
         states = [own[name] for own in content["own"] if name in own]
+        if states and kept.across != "own":
+            return states[0]
         if len(states) == world.size:
             return states[world.rank]
         return kept.merge(states, world.rank, world.size) if states and kept.merge else None

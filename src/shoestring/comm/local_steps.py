@@ -1,0 +1,269 @@
+"""Replicas that train on their own, and an outer optimizer that follows the mean of how far they came.
+
+After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
+pseudo-gradients as a gradient of theta_old, and all replicas go on from where that takes it (DiLoCo, arXiv 2311.08105).
+Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and lets the replicas go on while
+an exchange travels: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.comm.codec import Codec, Gather, Grads
+from shoestring.comm.dense import Dense
+from shoestring.comm.fragments import Fragment, local, shared_out
+from shoestring.comm.route import Route
+from shoestring.comm.wire import Wire
+from shoestring.core._torch import foreach_copy_
+from shoestring.core.errors import NonFiniteError
+from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.job import Job
+from shoestring.core.trace import span
+
+if TYPE_CHECKING:
+    from shoestring.comm.local import LocalSteps
+
+BOTH = (HOSTS, LOCAL)
+LOWER = "the last save is good; resume with a lower learning rate or with [optim.clip]"
+
+# What a rank tells all others with every exchange, as columns of one row.
+ASKED, FAILED, BROKEN, TOKENS = range(4)  # to stop; its loss, at this step; its weights; targets since it last told
+
+
+def begin_equal(job: Job, settings: LocalSteps) -> None:
+    """All replicas begin with the first one's weights: those of different draws have no mean worth having."""
+    group = job.world.group(settings.over)
+    if group is None:
+        return
+    with torch.no_grad():
+        for tensor in [*job.module.parameters(), *job.module.buffers()]:
+            mine = local(tensor)
+            dense = mine.contiguous()
+            dist.broadcast(dense, group=group, group_src=0)
+            if dense is not mine:
+                mine.copy_(dense)
+
+
+# -- exchanges --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Flight:
+    """Fragments whose pseudo-gradients travel; those become means once `told`, what all ranks said, is there."""
+
+    fragments: list[int]
+    due: int  # the step after which they are merged
+    plain: bool  # averaged, without the outer optimizer
+    means: list[Tensor]
+    buffers: list[Tensor]
+    told: Future[Tensor] = field(default_factory=Future)
+
+
+class Link:
+    """Exchanges on a thread of its own, in the order in which they were asked for."""
+
+    def __init__(self, job: Job, sharded: bool) -> None:
+        world = job.world
+        # Where a replica is sharded over the ranks of its host, each has its own part to exchange with other hosts.
+        self.route = Route(world, (HOSTS,) if sharded else BOTH, torus=True)
+        spare = self.route.outer.size == world.size
+        self.council = self.route.outer if spare else Wire(world.group(BOTH), world.device)
+        self.device = world.device
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1, "shoestring-outer")
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.route.close()
+        self.council.close()
+
+    @property
+    def sent(self) -> int:
+        wires = {self.route.outer, self.council}
+        return sum(wire.sent for wire in wires)
+
+    def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> Future[Tensor]:
+        """Turn all tensors into their means over the replicas, later; the result is all ranks' rows, on the CPU."""
+        ready = torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
+        return self.thread.submit(self._exchange, loads, row, step, ready)
+
+    def _exchange(
+        self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int, ready: torch.Event | None
+    ) -> Tensor:
+        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+            if ready is not None:
+                ready.wait()
+            (rows,) = self.council.start([Gather(row)])()
+            rows = rows.cpu()
+            if not flawed(rows):  # what is not finite must not enter a residual
+                for codec, grads in loads:
+                    held = {name: grad for name, grad in grads.items() if grad.numel()}
+                    if held and not self.route.run(codec, held, step):
+                        raise NonFiniteError(f"the mean of the replicas' steps overflowed at step {step}", hint=LOWER)
+            if self.stream is not None:
+                self.stream.synchronize()
+            return rows
+
+
+class Outer:
+    """The outer optimizer of one rank."""
+
+    def __init__(self, job: Job, settings: LocalSteps) -> None:
+        self.job, self.settings = job, settings
+        self.sharded = job.engine == "fsdp" and settings.replica == "host"
+        self.link = Link(job, self.sharded)
+        self.codec, self.dense = settings.make_codec(), Dense()
+        parameters = dict(job.module.named_parameters())
+        groups = shared_out(job.module, settings.fragments, settings.layout)
+        momentum = settings.outer[1] > 0
+        with torch.no_grad():
+            self.fragments = [
+                Fragment({name: parameters[name] for name in names}, settings.every * (i + 1) // len(groups), momentum)
+                for i, names in enumerate(groups)
+            ]
+        persistent = job.module.state_dict(keep_vars=True)
+        self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
+        self.flights: list[Flight] = []
+        self.asked = self.agreed = False  # to stop: by this rank; by all, at a merge
+        self.error: NonFiniteError | None = None
+        self.failed = 0  # the step of that
+        self.told = job.progress.tokens  # when this rank last told how many it has seen
+        self.meter = _Meter(job, settings, self.link)
+
+    def close(self) -> None:
+        self.link.close()
+
+    def refuse(self, error: NonFiniteError) -> None:
+        """Instead of ending alone: go on without steps of the optimizer until all replicas meet, and end together."""
+        if self.error is None:
+            self.error, self.failed = error, self.job.progress.step + 1
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Work for Phase.OUTER."""
+        step, settings = self.job.progress.step + 1, self.settings
+        self.asked |= self.job.stopping
+        landed = self._land([flight for flight in self.flights if flight.due <= step])
+        level = step == self.job.progress.total or step <= settings.start
+        due = [i for i, each in enumerate(self.fragments) if (step - each.phase) % settings.every == 0]
+        if due and not level and not self.agreed:
+            self._send(due, step, step + settings.delay)
+            if not settings.delay:
+                landed += self._land(self.flights)
+        if level or self.agreed:
+            self._level(step, landed)
+        self.job.stopping = self.agreed
+        self.meter.read()
+
+    def _level(self, step: int, landed: Sequence[int]) -> None:
+        """Merge everything that has not been merged at this step, so that all replicas are equal."""
+        landed = [*landed, *self._land(self.flights)]
+        if rest := [i for i in range(len(self.fragments)) if i not in landed]:
+            self._send(rest, step, step, plain=step <= self.settings.start)
+            self._land(self.flights)
+        for fragment in self.fragments:
+            fragment.adopt()
+
+    def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False) -> None:
+        means = [self.fragments[i].behind() for i in fragments]
+        buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments else []
+        flight = Flight(fragments, due, plain, means, buffers)
+        grads: Grads = {}
+        for i, mean in zip(fragments, means, strict=True):
+            grads |= self.fragments[i].named(mean)
+        loads = [(self.dense if plain else self.codec, grads), (self.dense, enumerated(buffers))]
+        flight.told = self.link.send(loads, self._row(means), step)
+        self.flights.append(flight)
+
+    def _row(self, means: Sequence[Tensor]) -> Tensor:
+        """What this rank tells; read by others only, so that an accelerator is not waited for."""
+        tokens = self.job.progress.tokens
+        said = [self.asked, self.failed, 0, tokens - self.told]
+        row = torch.tensor(said, dtype=torch.float64, device=means[0].device)
+        row[BROKEN] = (~torch.stack([mean.isfinite().all() for mean in means]).all()).double()
+        self.told = tokens
+        return row
+
+    def _land(self, flights: Sequence[Flight]) -> list[int]:
+        """Wait for flights, and merge what they bring; the fragments that were merged."""
+        landed: list[int] = []
+        for flight in list(flights):
+            with self.meter.exposed():
+                self._judge(flight.told.result())
+            self.flights.remove(flight)
+            outer = (1.0, 0.0, False) if flight.plain else self.settings.outer
+            with span("outer", "compute"):
+                for i, mean in zip(flight.fragments, flight.means, strict=True):
+                    self.fragments[i].advance(mean, *outer)
+                    self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
+            if flight.buffers:
+                foreach_copy_(self.buffers, flight.buffers)
+            landed += flight.fragments
+        return landed
+
+    def _judge(self, rows: Tensor) -> None:
+        """End everywhere where a replica is lost; take note of votes to stop, and of what the others have seen.
+
+        Raises:
+            NonFiniteError: on all ranks alike, but that one whose loss it was gives its own error.
+        """
+        if self.error is not None and flawed(rows):
+            raise self.error
+        for rank, row in enumerate(rows.tolist()):
+            if row[FAILED]:
+                raise NonFiniteError(f"rank {rank} had no finite loss at step {row[FAILED]:.0f}", hint=LOWER)
+            if row[BROKEN]:
+                raise NonFiniteError(f"the weights of rank {rank} are not finite", hint=LOWER)
+        self.agreed |= bool(rows[:, ASKED].any())
+        world = self.job.world
+        replicas = world.ranks_over(self.settings.over)
+        others = round(float(rows[:, TOKENS].sum()) * replicas / world.size - float(rows[world.rank, TOKENS]))
+        self.job.progress.tokens += others
+        self.told += others
+
+
+def flawed(rows: Tensor) -> bool:
+    return bool(rows[:, [FAILED, BROKEN]].any())
+
+
+def enumerated(tensors: Sequence[Tensor]) -> Grads:
+    """Tensors that need no names, for a codec without state."""
+    return {f"{index}": tensor for index, tensor in enumerate(tensors)}
+
+
+class _Meter:
+    """The numbers of a step and of the run: bytes sent, what they would have been, and time that nothing hid."""
+
+    def __init__(self, job: Job, settings: LocalSteps, link: Link) -> None:
+        self.job, self.link = job, link
+        self.before, self.waited = link.sent, 0.0
+        replicas = job.world.ranks_over(settings.over)
+        whole = sum(local(parameter).nbytes for parameter in job.module.parameters() if parameter.requires_grad)
+        zeros = dict.fromkeys(("outer_bytes", "outer_steps", "outer_syncs", "outer_exposed"), 0.0)
+        job.trace.facts |= {**zeros, "outer_without": 2 * (replicas - 1) / replicas * whole}
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        with span("exposed", "wait"):
+            yield
+        self.waited += time.perf_counter() - began
+        self.job.trace.facts["outer_syncs"] += 1
+
+    def read(self) -> None:
+        sent, facts = self.link.sent, self.job.trace.facts
+        self.job.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_s": self.waited}
+        facts["outer_bytes"] += sent - self.before
+        facts["outer_exposed"] += self.waited
+        facts["outer_steps"] += 1
+        self.before, self.waited = sent, 0.0

@@ -1,0 +1,31 @@
+"""Replicas that train on their own, held to the contract of all features."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
+from shoestring.testing import FeatureSuite
+
+REPLICAS = {"parallel.fsdp": "both keep the models of all ranks together"}
+
+
+class TestLocalSGD(FeatureSuite):
+    feature = LocalSGD(every=3, start=1)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.1
+
+
+class TestDiLoCo(FeatureSuite):
+    feature = DiLoCo(every=3, outer_lr=0.5, outer_momentum=0.5)
+    exact_across_ranks = False
+    tolerance = 0.15
+    clashes: ClassVar = REPLICAS
+
+
+class TestSparseLoCo(FeatureSuite):
+    feature = SparseLoCo(every=3)
+    exact_across_ranks = False
+    tolerance = 0.15
+    clashes: ClassVar = REPLICAS
