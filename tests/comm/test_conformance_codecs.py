@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoestring.comm import Dense, PowerSGD
+from shoestring.comm import Dense, PowerSGD, Quantize, Sign, TernGrad
 from shoestring.testing import FeatureSuite
 
 
@@ -25,3 +25,24 @@ class TestPowerSGDAlternating(FeatureSuite):
     exact_across_ranks = False
     representative = False
     tolerance = 0.5  # of matrices this small, half an iteration a step leaves much for later
+
+
+class TestQuantize(FeatureSuite):
+    feature = Quantize(bits=4, bucket=64, rounding="nearest", feedback=True)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.1
+
+
+class TestSign(FeatureSuite):
+    feature = Sign(bucket=64)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.2
+
+
+class TestTernGrad(FeatureSuite):
+    feature = TernGrad()
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5  # its noise is as large as the gradients of so small a batch

@@ -21,6 +21,9 @@ EXCHANGES: list[Feature] = [
     comm.BF16(),
     comm.PowerSGD(rank=2),
     comm.PowerSGD(rank=2, alternate=True, parts=3, channels=2),
+    comm.Quantize(bits=4, rounding="nearest", feedback=True),
+    comm.Sign(),
+    comm.TernGrad(channels=2),
 ]
 
 

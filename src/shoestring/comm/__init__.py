@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoestring.comm.per_step import BF16, Dense, Exchange, PowerSGD
+from shoestring.comm.auto import Auto, Selective
+from shoestring.comm.per_step import BF16, Dense, Exchange, PowerSGD, Quantize, Sign, TernGrad
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
 
-__all__ = ["BF16", "Dense", "PowerSGD", "attach"]
+__all__ = ["BF16", "Auto", "Dense", "PowerSGD", "Quantize", "Selective", "Sign", "TernGrad", "attach"]
 
 
 def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:

@@ -37,7 +37,9 @@ def install(job: Job, settings: Exchange) -> None:
     if job.world.ranks_over(dimensions) == 1:
         return
     routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
-    sizes = {name: _local(p).numel() * p.element_size() for name, p in job.module.named_parameters() if p.requires_grad}
+    ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
+    trained = {name: p for name, p in job.module.named_parameters() if p.requires_grad and name not in ignored}
+    sizes = {name: _local(p).numel() * p.element_size() for name, p in trained.items()}
     coordinator = Coordinator(routes, settings.codec(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):

@@ -1,11 +1,14 @@
 """Who exchanges what, and when: after HiPress's coordinator (Bai et al., SOSP 2021), on torch's collectives.
 
-Gradients arrive in an order that is the same on every rank, in buckets or one by one. Consecutive ones form `parts`
-cohorts of about equal size; all that a cohort sends in one stage travels at once, so the number of collectives is
-parts x stages, whatever the numbers of parameters and buckets are. Each channel is one thread with a process group of
-its own that takes every n-th cohort from start to end. So the order of collectives on a group follows from the order
-of arrival alone, and never from how fast a rank is: torch's PowerSGD hook issues from completion threads, where it
-does not.
+All parameters are dealt into `parts` cohorts of about equal size, in the order in which a backward pass usually brings
+their gradients. All that a cohort sends in one stage travels at once, so the number of collectives is parts x stages,
+whatever the numbers of parameters and of DDP's buckets are. Cohorts do not depend on the buckets, which DDP rebuilds
+after the first step of every start.
+
+Each channel is one thread with process groups of its own that takes every n-th cohort from start to end. Gradients
+arrive in an order that is the same on all ranks, so cohorts fill up and collectives are issued in the same order too,
+and never in one that depends on how fast a rank is. (Torch's PowerSGD hook issues from completion threads, where it
+does, and aborts on Gloo with several buckets.)
 """
 
 from __future__ import annotations
@@ -26,15 +29,18 @@ from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.route import Route
 from shoestring.core.trace import span
 
+After = Callable[[Exception | None], None]
+
 
 @dataclass(eq=False)
 class Cohort:
     """Gradients that are exchanged together, and what to do once they are averages."""
 
-    grads: Grads = field(default_factory=dict)
-    after: list[Callable[[Exception | None], None]] = field(default_factory=list)
-    ready: torch.Event | None = None
+    names: Sequence[str]
     step: int = 0
+    grads: Grads = field(default_factory=dict)
+    after: list[After] = field(default_factory=list)
+    ready: torch.Event | None = None
 
 
 class Channel:
@@ -79,39 +85,38 @@ class Coordinator:
 
     Args:
         routes: where they travel, one for each channel.
-        names: of all parameters that arrive in each round, with their sizes in bytes.
-        parts: cohorts of a round; fewer where a bucket holds more than its part.
+        sizes: the bytes of every parameter that arrives in each round, by name, in the order of a forward pass.
+        parts: cohorts of a round.
     """
 
     def __init__(
-        self, routes: Sequence[Route], codec: Codec, names: dict[str, int], parts: int, device: torch.device
+        self, routes: Sequence[Route], codec: Codec, sizes: dict[str, int], parts: int, device: torch.device
     ) -> None:
-        self.codec, self.parts = codec, parts
-        self.total = sum(names.values())
-        self.sizes = names
-        self.round = 0
+        self.codec, self.sizes = codec, sizes
         self.channels = [Channel(route, codec, device) for route in routes]
+        self.cohorts = dealt(sizes, parts)
+        self.round = 0
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
-        self._open = Cohort()
-        self._arrived = self._cohorts = 0
+        self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
+        self._open: dict[int, Cohort] = {}
+        self._submitted = 0
 
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
 
-    def arrive(self, grads: Grads, after: Callable[[Exception | None], None], *, last: bool) -> None:
-        """Take gradients; `after` is called on a channel's thread once they are averages, or with the error.
-
-        Args:
-            last: nothing more arrives in this round.
-        """
-        self._open.grads |= grads
-        self._open.after.append(after)
-        self._arrived += sum(self.sizes[name] for name in grads)
-        if last:
-            self._open.after.append(self._ended(time.perf_counter()))
-        if last or self._arrived * self.parts >= (self._cohorts + 1) * self.total:
-            self._submit(last)
+    def arrive(self, grads: Grads, after: After) -> None:
+        """Take gradients; `after` is called on a channel's thread once all are averages, or with the error."""
+        parts = {self._part[name] for name in grads}
+        once = _last_of(len(parts), after)
+        for part in parts:
+            cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round))
+            cohort.after.append(once)
+        for name, grad in grads.items():
+            cohort = self._open[self._part[name]]
+            cohort.grads[name] = grad
+            if len(cohort.grads) == len(cohort.names):
+                self._submit(self._open.pop(self._part[name]))
 
     def exchange(self, grads: Grads) -> None:
         """A whole round at once; returns when `grads` are averages.
@@ -119,33 +124,30 @@ class Coordinator:
         Raises:
             RuntimeError: from torch, when a rank is lost or late.
         """
-        names, done = list(grads), []
-        for index, name in enumerate(names):
-            future: Future[None] = Future()
-            done.append(future)
-            self.arrive({name: grads[name]}, _settled(future), last=index == len(names) - 1)
+        done: Future[None] = Future()
+        self.arrive(grads, lambda error: done.set_exception(error) if error else done.set_result(None))
         with span("exposed", "wait"):
-            for future in done:
-                future.result()
+            done.result()
 
-    def take_back(self, name: str, delivered: Tensor) -> None:
-        """Owe again an average that could not be used."""
-        self.codec.take_back(name, self.channels[0].route.own(delivered))
-
-    def _submit(self, last: bool) -> None:
-        cohort, self._open = self._open, Cohort()
-        cohort.step = self.round
-        self.channels[self._cohorts % len(self.channels)].submit(cohort)
-        self._cohorts += 1
-        if last:
+    def _submit(self, cohort: Cohort) -> None:
+        cohort.grads = {name: cohort.grads[name] for name in cohort.names}
+        channel = self.channels[self._submitted % len(self.channels)]
+        self._submitted += 1
+        if self._submitted == len(self.cohorts):
+            cohort.after.insert(0, self._ended(time.perf_counter()))
+            self._submitted = 0
             self.round += 1
-            self._arrived = self._cohorts = 0
+        channel.submit(cohort)
 
-    def _ended(self, arrived: float) -> Callable[[Exception | None], None]:
+    def _ended(self, arrived: float) -> After:
         def after(_: Exception | None) -> None:
             self.exposed = time.perf_counter() - arrived
 
         return after
+
+    def take_back(self, name: str, delivered: Tensor) -> None:
+        """Owe again an average that could not be used."""
+        self.codec.take_back(name, self.channels[0].route.own(delivered))
 
     @property
     def sent(self) -> int:
@@ -164,11 +166,28 @@ class Coordinator:
         return {"round": states[0]["round"], "codec": self.codec.merged([state["codec"] for state in states])}
 
 
-def _settled(future: Future[None]) -> Callable[[Exception | None], None]:
-    def after(error: Exception | None) -> None:
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+def dealt(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """The names in reverse, in at most `parts` runs of about equal size."""
+    runs: list[list[str]] = []
+    seen, total = 0, sum(sizes.values())
+    for name in reversed(sizes):
+        if not runs or seen * parts >= len(runs) * total:
+            runs.append([])
+        runs[-1].append(name)
+        seen += sizes[name]
+    return runs
 
-    return after
+
+def _last_of(count: int, after: After) -> After:
+    """Call `after` at the last of so many calls, with the first error of all of them."""
+    errors: list[Exception | None] = []
+    lock = threading.Lock()
+
+    def once(error: Exception | None) -> None:
+        with lock:
+            errors.append(error)
+            last = len(errors) == count
+        if last:
+            after(next((each for each in errors if each is not None), None))
+
+    return once

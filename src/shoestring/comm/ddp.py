@@ -44,7 +44,7 @@ def hand_over(state: Arriving, bucket: GradBucket) -> torch.futures.Future[torch
         state.delivered |= views
         future.set_result(buffer)
 
-    state.coordinator.arrive(dense, after, last=bucket.is_last())
+    state.coordinator.arrive(dense, after)
     return future
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
 
-__all__ = ["BF16", "Dense", "Exchange", "PowerSGD"]
+__all__ = ["BF16", "Dense", "Exchange", "PowerSGD", "Quantize", "Sign", "TernGrad"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +133,77 @@ class PowerSGD(Exchange):
     @property
     def cost(self) -> str:
         return f"gradients have rank {self.rank}; what is left out is added later"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Exchange):
+    """Gradients as 8 or 4 bits an entry with a scale a bucket, summed by owners (after QSGD, Alistarh et al. 2017)."""
+
+    bits: Literal[8, 4] = 8
+    """An entry on the wire."""
+    bucket: int = 512
+    """Entries that share a scale."""
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """Stochastic is right on average; nearest errs less, and should have its errors fed back."""
+    feedback: bool = False
+    """Add what rounding left out to the next step's gradients."""
+    seed: int = 0
+    """Of stochastic rounding."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if self.bucket < 2:
+            raise ConfigError(f"`{self.name}.bucket` must be at least 2, got {self.bucket}")
+
+    def codec(self) -> Codec:
+        from shoestring.comm.quantize import Quantize
+
+        return Quantize(self.bits, bucket=self.bucket, rounding=self.rounding, feedback=self.feedback, seed=self.seed)
+
+    @property
+    def cost(self) -> str:
+        return f"gradients are rounded to {self.bits} bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Exchange):
+    """Signs and a scale a bucket, with error feedback (Karimireddy et al. 2019), about a bit an entry."""
+
+    bucket: int = 512
+    """Entries that share a scale."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if self.bucket < 2:
+            raise ConfigError(f"`{self.name}.bucket` must be at least 2, got {self.bucket}")
+
+    def codec(self) -> Codec:
+        from shoestring.comm.sign import Sign
+
+        return Sign(bucket=self.bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TernGrad(Exchange):
+    """Entries as -1, 0 or 1 times a scale, right on average (Wen et al. 2017): two bits an entry, no error feedback."""
+
+    clip: float = 2.5
+    """Standard deviations that an entry may have at most."""
+    owners: bool = False
+    """Sum at owners: one more exchange, and bytes that do not grow with the number of ranks."""
+    seed: int = 0
+    """Of the draws."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if not self.clip > 0:
+            raise ConfigError(f"`{self.name}.clip` must be positive, got {self.clip}")
+
+    def codec(self) -> Codec:
+        from shoestring.comm.terngrad import TernGrad
+
+        return TernGrad(clip=self.clip, owners=self.owners, seed=self.seed)
+
+    @property
+    def cost(self) -> str:
+        return "gradients are noisy"
