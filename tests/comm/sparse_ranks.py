@@ -1,0 +1,155 @@
+"""What must hold of every codec that sends a part of the entries and keeps the rest for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoestring.comm.codec import Codec, Gather, Grads, Mean, Swap, Turn
+from shoestring.comm.rehearsal import rehearse
+
+SHAPES = {"matrix": (37, 40), "bias": (7,), "none": (0, 4), "long": (1030,), "conv": (6, 4, 3, 3), "scalar": ()}
+RANKS = 3
+
+Make = Callable[[], Codec]
+
+
+def gradients(seed: int, ranks: int = RANKS, dtype: torch.dtype = torch.float32) -> list[Grads]:
+    """Of sizes that differ between layers, with heavy tails, and zeros where a row had no use."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [
+        {name: (i + 1) * torch.randn(shape, generator=generator) ** 3 for i, (name, shape) in enumerate(SHAPES.items())}
+        for _ in range(ranks)
+    ]
+    for grads in found:
+        grads["matrix"][5] = 0
+    return [{name: grad.to(dtype) for name, grad in grads.items()} for grads in found]
+
+
+def mean(grads: list[Grads]) -> Grads:
+    return {name: torch.stack([each[name].double() for each in grads]).mean(0) for name in grads[0]}
+
+
+def mean_state(codecs: list[Codec], kind: str, name: str) -> torch.Tensor:
+    return torch.stack([codec.state[kind][name].double() for codec in codecs]).mean(0)
+
+
+def cloned(state: dict) -> dict:
+    return {kind: {name: tensor.clone() for name, tensor in of.items()} for kind, of in state.items()}
+
+
+def assert_conserves(make: Make, steps: int = 6) -> None:
+    """mean(sent) + mean(e_new) = mean(g) + mean(e_old), at every step."""
+    codecs = [make() for _ in range(RANKS)]
+    owed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        grads = gradients(step)
+        total = {name: grad + owed[name] for name, grad in mean(grads).items()}
+        rehearse(codecs, grads, step)
+        owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
+        for name in SHAPES:
+            torch.testing.assert_close(grads[0][name].double() + owed[name], total[name], rtol=2e-6, atol=1e-5)
+    assert any(each.abs().max() > 1e-3 for each in owed.values() if each.numel())  # else it would pass idly
+
+
+def assert_replicas_equal(make: Make, dtype: torch.dtype = torch.float32, steps: int = 8) -> None:
+    codecs = [make() for _ in range(RANKS)]
+    for step in range(steps):
+        grads = gradients(step, dtype=dtype)
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            assert all(torch.equal(grads[0][name], each[name]) for each in grads)
+            assert grads[0][name].dtype == dtype
+    for kind in codecs[0].shared:
+        for name, tensor in codecs[0].state.get(kind, {}).items():
+            assert all(torch.equal(tensor, codec.state[kind][name]) for codec in codecs)
+
+
+def assert_untouched_when_given_up(make: Make) -> None:
+    """A gradient that is not finite ends the exchange at its first yield, and must leave no mark; nor must an end."""
+    codecs = [make() for _ in range(RANKS)]
+    for step in range(3):
+        rehearse(codecs, gradients(step), step)
+    other = [make() for _ in range(RANKS)]
+    for codec, twin in zip(codecs, other, strict=True):
+        twin.load_state_dict(cloned(codec.state_dict()))
+    for value in (float("nan"), float("inf"), 1.0):
+        before = cloned(codecs[1].state_dict())
+        grads = gradients(9)[1]
+        grads["long"][1000] = value
+        coding = codecs[1].code(grads, Turn(1, RANKS, 3))
+        next(coding)
+        coding.close()
+        for kind, of_kind in before.items():
+            assert of_kind.keys() == codecs[1].state[kind].keys()
+            assert all(torch.equal(codecs[1].state[kind][name], tensor) for name, tensor in of_kind.items())
+    for step in (3, 4):  # and goes on as one that was loaded from a save does
+        mine, theirs = gradients(step), gradients(step)
+        rehearse(codecs, mine, step)
+        rehearse(other, theirs, step)
+        assert all(torch.equal(mine[0][name], theirs[0][name]) for name in SHAPES)
+
+
+def assert_exposes(make: Make, name: str, at: int) -> None:
+    """An entry that is not finite, of any rank, is in the first answers of every rank."""
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for rank in range(RANKS):
+            grads = gradients(1)
+            asked = []
+            grads[rank][name].view(-1)[at] = value
+            for reader, each in enumerate(grads):
+                asked.append(next(make().code(each, Turn(reader, RANKS, 0))))
+            for reader in range(RANKS):
+                answers = [answer(requests, reader) for requests in zip(*asked, strict=True)]
+                assert not all(each.isfinite().all() for each in answers if each.is_floating_point())
+    asked = [next(make().code(each, Turn(0, RANKS, 0))) for each in gradients(1)]
+    assert all(request.tensor.isfinite().all() for requests in asked for request in requests)
+
+
+def answer(requests: tuple, reader: int) -> torch.Tensor:
+    match requests[0]:
+        case Swap():
+            return torch.stack([request.tensor[reader] for request in requests])
+        case Gather() | Mean():
+            return torch.stack([request.tensor for request in requests])
+
+
+def assert_merging_conserves(make: Make) -> None:
+    """A run of three ranks goes on with two: what was owed still is."""
+    codecs = [make() for _ in range(RANKS)]
+    for step in range(3):
+        rehearse(codecs, gradients(step), step)
+    merged = codecs[0].merged([cloned(codec.state_dict()) for codec in codecs])
+    fewer = [make() for _ in range(2)]
+    for codec in fewer:
+        codec.load_state_dict(merged)
+    for name in SHAPES:
+        expected = mean_state(codecs, "residual", name)
+        torch.testing.assert_close(mean_state(fewer, "residual", name), expected, rtol=1e-6, atol=1e-6)
+    grads = gradients(5, ranks=2)
+    total = {name: grad + mean_state(codecs, "residual", name) for name, grad in mean(grads).items()}
+    rehearse(fewer, grads, 5)
+    for name in SHAPES:
+        left = mean_state(fewer, "residual", name)
+        torch.testing.assert_close(grads[1][name].double() + left, total[name], rtol=2e-6, atol=1e-5)
+
+
+def assert_takes_nothing(make: Make) -> None:
+    rehearse([make() for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
+    single = [{"w": torch.randn(5), "one": torch.tensor(2.0)}]
+    rehearse([make()], single)
+
+
+def assert_survives_other_cohorts(make: Make) -> None:
+    """The same parameters in other company: state goes by name."""
+    codecs = [make() for _ in range(RANKS)]
+    rehearse(codecs, gradients(0))
+    owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
+    for names in (["long", "bias"], ["matrix", "conv", "none", "scalar"]):
+        grads = [{name: each[name] for name in names} for each in gradients(1)]
+        total = {name: grad + owed[name] for name, grad in mean(grads).items()}
+        rehearse(codecs, grads, 1)
+        for name in names:
+            left = mean_state(codecs, "residual", name)
+            torch.testing.assert_close(grads[0][name].double() + left, total[name], rtol=2e-6, atol=1e-5)

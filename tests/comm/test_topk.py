@@ -1,0 +1,163 @@
+"""Top-k: what is selected, what is kept, and what travels."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import sparse_ranks as contract
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_ranks import gradients, mean
+
+from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.topk import TopK, chunk_topk, decode_values, encode_values, entries, exact, mstopk, sampled
+
+VARIANTS = [
+    partial(TopK, 0.05),
+    partial(TopK, 0.05, how="sampled", wire="bf16"),
+    partial(TopK, 0.05, how="mstopk", wire="int8"),
+    partial(TopK, 0.02, wire="int4", per_layer=True),
+    partial(TopK, 0.3, how="mstopk", wire="int2"),
+    partial(TopK, 0.0),
+]
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+class TestContract:
+    def test_conserves(self, make):
+        contract.assert_conserves(make)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replicas_are_equal(self, make, dtype):
+        contract.assert_replicas_equal(make, dtype)
+
+    def test_giving_up_leaves_what_was(self, make):
+        contract.assert_untouched_when_given_up(make)
+
+    def test_shows_what_is_not_finite(self, make):
+        contract.assert_exposes(make, "matrix", 39)
+
+    def test_merging_conserves(self, make):
+        contract.assert_merging_conserves(make)
+
+    def test_takes_nothing(self, make):
+        contract.assert_takes_nothing(make)
+
+    def test_survives_other_cohorts(self, make):
+        contract.assert_survives_other_cohorts(make)
+
+
+def vector(seed: int, n: int, kind: str) -> torch.Tensor:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    return {"normal": x, "heavy": x**5, "ties": x.round(), "few": x * (x > 2), "zeros": 0 * x}[kind]
+
+
+KINDS = st.sampled_from(["normal", "heavy", "ties", "few", "zeros"])
+
+
+@given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
+@settings(max_examples=60, deadline=None)
+def test_exact_is_the_largest_magnitudes(seed, n, density, kind):
+    x, k = vector(seed, n, kind), entries(n, density**3)
+    found = exact(x, k)
+    assert torch.equal(found, found.unique())
+    assert torch.equal(x[found].abs().sort().values, x.abs().sort().values[n - k :])
+
+
+@pytest.mark.parametrize("select", [sampled, mstopk])
+@given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
+@settings(max_examples=60, deadline=None)
+def test_thresholds_select_as_many_and_nearly_as_much(select, seed, n, density, kind):
+    """k distinct entries, none below those that 1.3 k exact ones would leave out (for mstopk, the k-th largest)."""
+    x, k = vector(seed, n, kind), entries(n, density**3)
+    found = select(x, k)
+    assert torch.equal(found, found.unique())
+    assert len(found) == k
+    kept = min(n, int(1.3 * k)) if select is sampled else k
+    assert x[found].abs().min() >= x.abs().sort(descending=True).values[kept - 1] * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(("select", "part"), [(sampled, 0.85), (mstopk, 0.999)])
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_thresholds_agree_with_exact_in_mass(select, part, kind):
+    x, k = vector(0, 1_000_000, kind), 5000
+    assert x[select(x, k)].abs().sum() >= part * x[exact(x, k)].abs().sum()
+
+
+@given(seed=st.integers(0, 2**20), density=st.floats(0.001, 1), scale=st.sampled_from([1e-20, 1.0, 1e15]))
+@settings(max_examples=40, deadline=None)
+def test_contracts(seed, density, scale):
+    """‖x - C(x)‖² <= (1 - k / n) ‖x‖² (Stich et al., lemma A.1)."""
+    x = vector(seed, 700, "heavy") * scale
+    grads = {"x": x.clone()}
+    rehearse([TopK(density)], [grads])
+    left, whole = ((x.double() - grads["x"]) ** 2).sum(), (x.double() ** 2).sum()
+    assert left <= (1 - entries(700, density) / 700) * whole * (1 + 1e-9)
+
+
+@given(seed=st.integers(0, 2**20), k=st.integers(1, 1200), scale=st.sampled_from([1e-20, 1.0, 1e15]))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "int2"])
+def test_rounding_never_takes_more_than_there_is(form, seed, k, scale):
+    values = vector(seed, k, "heavy") * scale
+    values += 0.1 * scale * values.sign()
+    read = decode_values([each[None] for each in encode_values(values, form)], form, k)[0]
+    assert ((values - read).abs() <= values.abs() * (1 + 1e-5)).all()
+    assert (read.sign() == values.sign()).all()
+    bound = {"bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7, "int2": 0.5}[form]
+    assert (values - read).abs().max() <= bound * values.abs().max() * (1 + 1e-5)
+
+
+def test_zeros_stay_zeros():
+    grads = [{"w": torch.zeros(100)} for _ in range(2)]
+    rehearse([TopK(0.1, wire="int4") for _ in range(2)], grads)
+    assert not grads[0]["w"].any()
+
+
+def test_per_layer_sends_of_every_layer():
+    grads = gradients(0)
+    rehearse([TopK(0.01, per_layer=True) for _ in grads], grads)
+    assert all(grad.any() for grad in grads[0].values() if grad.numel())
+    together = gradients(0)
+    rehearse([TopK(0.01) for _ in together], together)
+    assert not together[0]["bias"].any()
+
+
+def test_the_average_is_of_what_each_rank_selected():
+    """By hand: two ranks, one entry each."""
+    grads = [{"w": torch.tensor([1.0, -5, 2])}, {"w": torch.tensor([3.0, 1, -2])}]
+    codecs = [TopK(0.34), TopK(0.34)]
+    rehearse(codecs, grads)
+    assert grads[0]["w"].tolist() == [1.5, -2.5, 0]
+    assert codecs[0].state["residual"]["w"].tolist() == [1, 0, 2]
+
+
+def test_at_density_one_it_is_the_average():
+    grads = gradients(0)
+    expected = mean(grads)
+    rehearse([TopK(1.0) for _ in grads], grads)
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad.double(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("wire", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.125), ("int4", 4.125)])
+@pytest.mark.parametrize("density", [0.01, 0.001])
+def test_bytes(wire, bits, density):
+    """Bits of a value (with two fp32 numbers for each 512 of them), and 2 + log2(n / k) bits of an index at most."""
+    n = 2_000_000
+    k = int(density * n)
+    grads = [{"w": torch.randn(n, generator=torch.Generator().manual_seed(rank))} for rank in range(2)]
+    sent = rehearse([TopK(density, wire=wire) for _ in grads], grads).sent(2)
+    assert k * bits / 8 < sent - k * math.log2(n / k) / 8 <= k * (bits + 2) / 8 + 16
+
+
+def test_chunks():
+    flat = torch.randn(3 * 64, generator=torch.Generator().manual_seed(0))
+    indices, values = chunk_topk(flat, 5, 64)
+    assert indices.shape == values.shape == (3, 5)
+    for row, where, what in zip(flat.view(3, 64), indices, values, strict=True):
+        assert torch.equal(row[where], what)
+        assert torch.equal(what.abs().sort().values, row.abs().sort().values[-5:])
