@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
+from shoestring.comm import DiLoCo, LocalSGD, SparseLoCo
 from shoestring.testing import FeatureSuite
 
 REPLICAS = {"parallel.fsdp": "both keep the models of all ranks together"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoestring.comm.auto import Auto, Selective
+from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
 from shoestring.comm.per_step import BF16, Dense, Exchange, PowerSGD, Quantize, Sign, TernGrad
 
 if TYPE_CHECKING:
@@ -13,7 +14,20 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
 
-__all__ = ["BF16", "Auto", "Dense", "PowerSGD", "Quantize", "Selective", "Sign", "TernGrad", "attach"]
+__all__ = [
+    "BF16",
+    "Auto",
+    "Dense",
+    "DiLoCo",
+    "LocalSGD",
+    "PowerSGD",
+    "Quantize",
+    "Selective",
+    "Sign",
+    "SparseLoCo",
+    "TernGrad",
+    "attach",
+]
 
 
 def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:

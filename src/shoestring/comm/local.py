@@ -156,7 +156,7 @@ class Averaging(LocalSteps):
             return Quantize(8 if self.codec == "8bit" else 4, rounding="nearest", feedback=True)
         from shoestring.comm.dense import Dense
 
-        return Dense(torch.bfloat16 if self.codec == "bf16" else torch.float32)
+        return Dense(torch.bfloat16 if self.codec == "bf16" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,13 +190,13 @@ class DiLoCo(Averaging):
 class SparseLoCo(LocalSteps):
     """Local steps whose mean is of the largest entries of each chunk only, at 2 bits, with error feedback.
 
-    Sarfi et al. 2025 (arXiv 2508.15706): 14 bits for one of 64 entries, 146 times less than fp32.
+    Sarfi et al. 2025 (arXiv 2508.15706). One of 64 entries travels, in 10.5 bits: 195 times less than in fp32.
     """
 
     every: int = 30
     """Steps that each replica makes on its own between two merges of the same weights."""
     k: int = 64
-    """Entries that are sent of each chunk of 4096; a multiple of 4."""
+    """Entries that are sent of each chunk of 4096."""
     beta: float = 0.95
     """Decay of what has not been sent yet, at every exchange."""
     outer_lr: float = 1.0
@@ -210,8 +210,8 @@ class SparseLoCo(LocalSteps):
 
     def check(self, job: Job) -> None:
         super().check(job)
-        if not (4 <= self.k <= 4096 and self.k % 4 == 0):
-            raise ConfigError(f"`{self.name}.k` must be a multiple of 4 up to 4096, got {self.k}")
+        if not 1 <= self.k <= 4096:
+            raise ConfigError(f"`{self.name}.k` must lie between 1 and 4096, got {self.k}")
         if not 0 <= self.beta <= 1:
             raise ConfigError(f"`{self.name}.beta` must lie in [0, 1], got {self.beta}")
 

@@ -1,8 +1,9 @@
 """The codec of SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest entries of each chunk, at two bits, with decay.
 
-Two things differ from the paper's code. An entry's two bits are its sign and which of two magnitudes it has, of the
-chunk rather than of the tensor: 4 bytes more for 112, and a chunk in which nothing happened says nothing. And the mean
-is over all ranks, not over those that sent an entry, so that what is sent and what is kept add up to what there was.
+Three things differ from the paper's code. An entry's two bits are its sign and which of two magnitudes it has, of the
+chunk rather than of the tensor: 4 bytes more a chunk, and one in which nothing happened says nothing. The mean is over
+all ranks, not over those that sent an entry, so that what is sent and what is kept add up to what there was. And
+indices take 8 bits rather than 12, for they are sent in order.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from shoestring.comm.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Turn
 from shoestring.core._torch import foreach_add_, foreach_copy_
 
-CHUNK = 4096  # entries; an index takes 12 bits
+CHUNK = 4096  # entries
 
 
 class ChunkedTopK(Codec):
@@ -25,7 +27,7 @@ class ChunkedTopK(Codec):
     State: "residual". Tensors are cut into chunks as they lie in memory, each for itself.
 
     Args:
-        k: entries of each chunk; a multiple of 4.
+        k: entries of each chunk.
         beta: decay of the residual at each exchange.
     """
 
@@ -46,15 +48,16 @@ class ChunkedTopK(Codec):
         foreach_add_(parts, [tensor.float() for tensor in tensors])
 
         within = torch.arange(CHUNK, device=M.device) < lengths[:, None]
-        indices = M.abs().masked_fill_(~within, -1).topk(self.k, sorted=False).indices
-        bits, levels = quantized(M.gather(1, indices), within.gather(1, indices))
-        theirs = yield [Gather(pack12(indices)), Gather(bits), Gather(levels)]
+        indices = M.abs().masked_fill_(~within, -1).topk(self.k, sorted=False).indices.sort().values
+        codes, levels = quantized(M.gather(1, indices), within.gather(1, indices))
+        theirs = yield [Gather(encode_indices(indices, CHUNK)), Gather(pack(codes, 2)), Gather(levels)]
 
-        M.scatter_add_(1, indices, -restored(bits, levels))
+        M.scatter_add_(1, indices, -restored(codes, levels))
         foreach_copy_(residuals, parts)
         M.zero_()
-        for places, signs, sizes in zip(*theirs, strict=True):  # ranks in the same order everywhere: equal bits
-            M.scatter_add_(1, unpack12(places), restored(signs, sizes))
+        for places, packed, sizes in zip(*theirs, strict=True):  # ranks in the same order everywhere: equal bits
+            sent = restored(unpack(packed, 2, self.k), sizes)
+            M.scatter_add_(1, decode_indices(places, self.k, CHUNK), sent)
         M /= turn.size
         foreach_copy_(tensors, parts)
 
@@ -73,7 +76,7 @@ def in_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
 
 
 def quantized(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (chunks, k) as two bits each, four to a byte (chunks, k / 4), and two magnitudes a chunk in bf16.
+    """Values (chunks, k) as codes of two bits in uint8, and two magnitudes a chunk in bf16.
 
     The magnitudes are the means of those up to the chunk's mean and of those above it; entries that do not count are
     left out of them.
@@ -82,8 +85,7 @@ def quantized(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     middle = mean(size, weight)
     large = size > middle
     levels = torch.cat([mean(size, weight * ~large), mean(size, weight * large)], dim=1).bfloat16()
-    codes = ((values < 0).to(torch.uint8) << 1 | large.to(torch.uint8)).unflatten(1, (-1, 4))
-    return codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6, levels
+    return (values < 0).to(torch.uint8) << 1 | large.to(torch.uint8), levels
 
 
 def mean(values: Tensor, weight: Tensor) -> Tensor:
@@ -91,20 +93,7 @@ def mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=1)
 
 
-def restored(bits: Tensor, levels: Tensor) -> Tensor:
+def restored(codes: Tensor, levels: Tensor) -> Tensor:
     """The inverse of `quantized`, in fp32."""
-    codes = torch.stack([bits >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1)
     sizes = levels.float().gather(1, (codes & 1).long())
     return torch.where(codes > 1, -sizes, sizes)
-
-
-def pack12(indices: Tensor) -> Tensor:
-    """Integers below 4096 (n, k), k even, as (n, 3 k / 2) bytes: two to three bytes."""
-    one, two = indices.unflatten(1, (-1, 2)).unbind(-1)
-    return torch.stack([one & 255, one >> 8 | (two & 15) << 4, two >> 4], dim=-1).to(torch.uint8).flatten(1)
-
-
-def unpack12(packed: Tensor) -> Tensor:
-    """The inverse of `pack12`, as int64."""
-    low, middle, high = packed.long().unflatten(1, (-1, 3)).unbind(-1)
-    return torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=-1).flatten(1)

@@ -1,0 +1,384 @@
+"""Local steps against runs written by hand, and what must hold while replicas differ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+import merging
+
+from shoestring.checkpoint import Plain
+from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
+from shoestring.comm.fragments import shared_out, units
+from shoestring.comm.local_state import averaged
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.job import Job, compose
+from shoestring.core.world import World
+from shoestring.optim import Clip
+from shoestring.parallel import DDP, FSDP
+from shoestring.testing import Pool, jobs
+from shoestring.testing.scenarios import encode
+from shoestring.testing.suite import shared
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Pool:
+    """The two ranks of all conformance tests."""
+    return shared(request.config)["pool"]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+def train(pool: Pool, *features: Any, **arguments: Any) -> list[dict[str, Any]]:
+    return pool.call(merging.train, features=[encode(each) for each in features], **arguments)
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return float((torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max())
+
+
+# -- written by hand --------------------------------------------------------------------------------------------------
+
+
+class Replicas:
+    """`size` copies of the tiny model in one process, in double precision, each with its share of the batch."""
+
+    def __init__(self, size: int) -> None:
+        self.models = [jobs.tiny().double() for _ in range(size)]
+        self.optimizers = [torch.optim.SGD(self.trained(model).values(), lr=0.1, momentum=0.9) for model in self.models]
+
+    @staticmethod
+    def trained(model: torch.nn.Module) -> Weights:
+        return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+    @property
+    def weights(self) -> list[Weights]:
+        return [self.trained(model) for model in self.models]
+
+    def step(self, number: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            batch = jobs.batch(number, rank, len(self.models))
+            F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def flat(self, rank: int) -> list[float]:
+        return torch.cat([each.detach().flatten() for each in self.weights[rank].values()]).tolist()
+
+
+@torch.no_grad()
+def outer_step(replicas: Replicas, common: Weights, outer: torch.optim.Optimizer) -> None:
+    for name, each in common.items():
+        each.grad = torch.stack([each - weights[name] for weights in replicas.weights]).mean(0)
+    outer.step()
+    for weights, (name, each) in ((weights, item) for item in common.items() for weights in replicas.weights):
+        weights[name].copy_(each)
+
+
+def copied(replicas: Replicas, names: list[str] | None = None) -> Weights:
+    first = replicas.weights[0]
+    return {name: torch.nn.Parameter(first[name].detach().clone()) for name in names or first}
+
+
+@pytest.mark.parametrize(("features", "micro"), [
+    ([DiLoCo(every=3)], 1),
+    ([DiLoCo(every=3)], 2),
+    ([Clip(max_norm=torch.inf), DiLoCo(every=3, nesterov=False, outer_lr=0.3)], 1),
+])  # fmt: skip
+def test_diloco_equals_one_written_by_hand(pool: Pool, features: list[Any], micro: int) -> None:
+    settings = features[-1]
+    results = train(pool, *features, steps=8, micro=micro)
+    replicas = Replicas(2)
+    common = copied(replicas)
+    outer = torch.optim.SGD(common.values(), lr=settings.outer_lr, momentum=0.9, nesterov=settings.nesterov)
+    for number in range(8):
+        replicas.step(number)
+        if number + 1 in (3, 6, 8):  # the last step merges too
+            outer_step(replicas, common, outer)
+        for rank, result in enumerate(results):
+            assert apart(result["weights"][number], replicas.flat(rank)) < 1e-12
+    assert apart(replicas.flat(0), Replicas(1).flat(0)) > 0.1
+
+
+FRAGMENTS = (
+    ["blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight",
+     "blocks.0.down.bias", "embedding.weight"],
+    ["blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight",
+     "blocks.1.down.bias", "norm.weight", "norm.bias"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("delay", "steps"), [(0, 9), (1, 9), (3, 9), (1, 8)])
+def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int) -> None:
+    """Two fragments, H = 4: the first is due after steps 2, 6, …, the second after 4, 8, …"""
+    alpha = 0.25
+    results = train(pool, DiLoCo(every=4, fragments=2, delay=delay, alpha=alpha), steps=steps)
+    replicas = Replicas(2)
+    commons = [copied(replicas, names) for names in FRAGMENTS]
+    outers = [torch.optim.SGD(common.values(), lr=0.7, momentum=0.9, nesterov=True) for common in commons]
+    under_way: dict[int, tuple[int, Weights]] = {}
+
+    @torch.no_grad()
+    def send(f: int, step: int) -> None:
+        deltas = {n: torch.stack([c - w[n] for w in replicas.weights]).mean(0) for n, c in commons[f].items()}
+        under_way[f] = (step + delay, deltas)
+
+    @torch.no_grad()
+    def merge(f: int, share: float) -> None:
+        _, deltas = under_way.pop(f)
+        for name, each in commons[f].items():
+            each.grad = deltas[name]
+        outers[f].step()
+        for weights in replicas.weights:
+            for name, each in commons[f].items():
+                weights[name].copy_(share * weights[name] + (1 - share) * each)
+
+    for step in range(1, steps + 1):
+        replicas.step(step - 1)
+        merged = [f for f, (due, _) in list(under_way.items()) if due == step or step == steps]
+        for f in merged:
+            merge(f, alpha if delay else 0.0)
+        due = [f for f in (0, 1) if step % 4 == (2, 0)[f]] if step < steps else [f for f in (0, 1) if f not in merged]
+        for f in due:
+            send(f, step)
+            if not delay or step == steps:
+                merge(f, 0.0)
+        if step == steps:
+            for weights, (name, each) in ((w, i) for c in commons for i in c.items() for w in replicas.weights):
+                weights[name].data.copy_(each)
+        for rank, result in enumerate(results):
+            assert apart(result["weights"][step - 1], replicas.flat(rank)) < 1e-12, step
+    assert results[0]["digests"][-1] == results[1]["digests"][-1]
+
+
+def test_layers_are_shared_out_strided_or_in_sequence_and_completely() -> None:
+    model = jobs.tiny()
+    model.blocks.extend(jobs.Block(0.0) for _ in range(4))
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    for layout, expected in (("strided", [{0, 2, 4}, {1, 3, 5}]), ("sequential", [{0, 1, 2}, {3, 4, 5}])):
+        groups = shared_out(model, 2, layout)
+        assert sorted(chain(*groups)) == sorted(trained)
+        layers = [{int(name.split(".")[1]) for name in group if name.startswith("blocks.")} for group in groups]
+        assert layers == expected
+    assert len(units(model)) == 6 + 3
+
+
+# -- merges -----------------------------------------------------------------------------------------------------------
+
+
+def test_local_sgd_at_every_step_equals_ddp(pool: Pool) -> None:
+    merged, reduced = train(pool, LocalSGD(every=1), steps=5), train(pool, DDP(), steps=5)
+    assert apart(merged[0]["weights"][-1], reduced[0]["weights"][-1]) < 1e-12
+    assert apart(merged[0]["weights"][-1], train(pool, LocalSGD(every=5), steps=5)[0]["weights"][-1]) > 1e-6
+
+
+MERGES = [
+    LocalSGD(every=3),
+    DiLoCo(every=3, codec="bf16"),
+    DiLoCo(every=3, codec="8bit"),
+    DiLoCo(every=3, codec="4bit"),
+    SparseLoCo(every=3, k=8),
+]
+
+
+@pytest.mark.parametrize("feature", MERGES, ids=lambda feature: f"{feature.name}-{getattr(feature, 'codec', '')}")
+def test_replicas_are_equal_to_the_last_bit_after_a_merge_and_only_then(pool: Pool, feature: Any) -> None:
+    one, other = train(pool, feature, steps=8, precise=False)
+    equal = [a == b for a, b in zip(one["digests"], other["digests"], strict=True)]
+    assert equal == [step in (3, 6, 8) for step in range(1, 9)]
+    assert one["tokens"] == other["tokens"] == 8 * jobs.BATCH * jobs.SEQUENCE
+
+
+def test_the_outer_copy_is_always_equal(pool: Pool) -> None:
+    feature = DiLoCo(every=4, fragments=2, delay=1, codec="bf16")
+    one, other = pool.call(merging.held, features=[encode(feature)], steps=11)
+    assert one == other
+    assert len(set(one)) == 6  # the first one, after the merges of steps 3, 5, 7, 9 and after the last
+
+
+def test_steps_at_the_start_are_averaged(pool: Pool) -> None:
+    one, other = train(pool, DiLoCo(every=4, start=2), steps=5)
+    equal = [a == b for a, b in zip(one["digests"], other["digests"], strict=True)]
+    assert equal == [True, True, False, True, True]
+    assert apart(one["weights"][1], train(pool, DDP(), steps=2)[0]["weights"][1]) < 1e-12
+
+
+def test_replicas_begin_with_the_first_ones_weights(pool: Pool) -> None:
+    one, other = train(pool, DiLoCo(every=2), steps=1, draw=True)
+    assert one["first"] == other["first"]
+
+
+def test_running_averages_are_merged(pool: Pool) -> None:
+    one, other = train(pool, DiLoCo(every=2, fragments=2, delay=1), steps=4, model="normed", precise=False)
+    assert one["digests"][-1] == other["digests"][-1]
+
+
+def test_one_replica_alone_is_left_as_it_is() -> None:
+    def run(*features: Any) -> list[float]:
+        with compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), features) as job:
+            for number in range(4):
+                job.step(jobs.batch(number))
+            return merging.weights(job)
+
+    assert run(LocalSGD(every=2)) == run()
+    assert run(DiLoCo(every=2)) != run()  # the outer optimizer changes what one replica does
+
+
+def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
+    result = train(pool, DiLoCo(every=3), steps=6, precise=False)[0]
+    sent = [each["wire_mb"] for each in result["numbers"]]
+    trained = 4e-6 * len(result["weights"][0])  # the ring of two ranks sends each entry once, or 2 (R - 1) / R times
+    assert [value > 0 for value in sent] == [False, False, True] * 2
+    assert sent[2] == pytest.approx(trained, rel=0.01, abs=1e-4)
+    (saving,) = result["savings"]
+    assert float(saving.split()[0]) == pytest.approx(sum(sent) / 6, rel=1e-5)
+    assert "2 merges" in saving
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("feature", "last"), [
+    (DiLoCo(every=3), 3),
+    (DiLoCo(every=4, fragments=2), 2),
+    (DiLoCo(every=4, fragments=2, delay=1), 3),
+])  # fmt: skip
+def test_one_vote_stops_all_at_a_merge_and_what_is_left_is_equal(pool: Pool, feature: Any, last: int) -> None:
+    one, other = train(pool, feature, steps=12, stops={"1": 2})
+    assert one["step"] == other["step"] == last
+    assert one["digests"][-1] == other["digests"][-1]
+
+
+def test_a_loss_that_is_nan_on_one_replica_ends_all_of_them_together(pool: Pool, tmp_path: Path) -> None:
+    """Also where something else makes the ranks meet in between: a save after every step."""
+    arguments: dict[str, Any] = {"steps": 9, "poison": {"1": 2}, "folder": str(tmp_path)}
+    one, other = train(pool, Plain(every=1, keep=9), DiLoCo(every=4), **arguments)
+    assert other["said"].startswith("the loss became nan at step 2 (hint")
+    assert one["said"].startswith("rank 1 had no finite loss at step 2 (hint")
+    assert one["step"] == other["step"] == 3
+    assert len(merging.saves(str(tmp_path))) == 3  # none has what is not finite
+    rest = train(pool, Plain(every=1), DiLoCo(every=4), steps=9, folder=str(tmp_path), resume=str(tmp_path))
+    assert rest[0]["digests"][-1] == rest[1]["digests"][-1] and not rest[0]["said"]
+
+
+def test_weights_that_are_nan_in_a_loop_of_ones_own_end_all(pool: Pool) -> None:
+    for result in pool.call(merging.foreign, features=[encode(SparseLoCo(every=3))], steps=6, poison=2):
+        assert result["said"].startswith("the weights of rank 1 are not finite")
+
+
+# -- what survives ----------------------------------------------------------------------------------------------------
+
+RESUMED = [
+    DiLoCo(every=3),
+    DiLoCo(every=4, fragments=2, delay=2, codec="4bit"),
+    SparseLoCo(every=4, k=8, fragments=2, delay=1, outer_momentum=0.5),
+]
+
+
+@pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
+def test_a_run_goes_on_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
+    arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path)}
+    through = train(pool, Plain(every=1, keep=9), feature, **arguments)
+    for path in merging.saves(str(tmp_path))[2:7]:
+        arguments["folder"] = str(tmp_path / "again")
+        rest = train(pool, Plain(), feature, resume=path, **arguments)
+        for one, other in zip(rest, through, strict=True):
+            assert one["digests"] == other["digests"][-len(one["digests"]) :]
+            assert one["tokens"] == other["tokens"]
+
+
+def test_another_number_of_replicas_goes_on_from_their_mean(pool: Pool, tmp_path: Path) -> None:
+    through = train(pool, Plain(every=1, keep=9), DiLoCo(every=3), steps=5, folder=str(tmp_path))
+    for step, path in enumerate(merging.saves(str(tmp_path)), 1):
+        job = compose(Job(jobs.tiny().double(), optimizer=jobs.sgd(0.1), world=World()), [
+            Plain(folder=str(tmp_path / "one")), DiLoCo(every=3)
+        ])  # fmt: skip
+        with job:
+            assert job.restore is not None and job.restore(path) == step
+            mean = torch.tensor([result["weights"][step - 1] for result in through], dtype=torch.float64).mean(0)
+            assert apart(merging.weights(job), mean.tolist()) < 1e-15
+            job.step(jobs.batch(step))
+
+
+def test_the_mean_of_equal_weights_is_equal_to_them() -> None:
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    state = {"weight": weights, "count": torch.tensor(3)}
+    assert all(torch.equal(averaged([state] * n, 0, 1)["weight"], weights) for n in (2, 3, 5, 7))
+    assert averaged([state] * 3, 0, 1)["count"] == 3
+
+
+# -- hosts of several ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [FSDP(hosts="leave"), DDP(hosts="leave")], ids=["fsdp", "ddp"])
+def test_a_host_of_two_ranks_is_one_replica(four: Pool, inside: Any) -> None:
+    results = train(four, DiLoCo(every=3), inside, steps=8, local=2)
+    replicas = Replicas(2)
+    common = copied(replicas)
+    outer = torch.optim.SGD(common.values(), lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(8):
+        replicas.step(number)
+        if number + 1 in (3, 6, 8):
+            outer_step(replicas, common, outer)
+        for rank, result in enumerate(results):
+            assert apart(result["weights"][number], replicas.flat(rank // 2)) < 1e-12
+    whole = 8e-6 * len(results[0]["weights"][0])
+    assert results[0]["numbers"][2]["wire_mb"] == pytest.approx(whole / 2, rel=0.05)  # each rank sends its half
+
+
+@pytest.mark.parametrize("inside", [FSDP(hosts="leave"), DDP(hosts="leave")], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "feature", [DiLoCo(every=4, fragments=2, delay=1), SparseLoCo(every=4, k=8)], ids=["diloco", "sparse"]
+)
+def test_hosts_go_on_bit_for_bit(four: Pool, tmp_path: Path, inside: Any, feature: Any) -> None:
+    arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path), "local": 2}
+    through = train(four, Plain(every=1, keep=9), feature, inside, **arguments)
+    for path in merging.saves(str(tmp_path))[4:6]:
+        arguments["folder"] = str(tmp_path / "again")
+        rest = train(four, Plain(), feature, inside, resume=path, **arguments)
+        for one, other in zip(rest, through, strict=True):
+            assert one["digests"] == other["digests"][-len(one["digests"]) :]
+
+
+def test_one_host_ends_all_and_one_vote_stops_all(four: Pool) -> None:
+    arguments: dict[str, Any] = {"steps": 9, "local": 2}
+    said = [
+        result["said"] for result in train(four, DiLoCo(every=3), FSDP(hosts="leave"), poison={"2": 2}, **arguments)
+    ]
+    assert all("had no finite loss at step 2" in each for each in said[:2])
+    assert all("the loss became nan at step 2" in each for each in said[2:])
+    stopped = train(four, DiLoCo(every=3), FSDP(hosts="leave"), stops={"2": 2}, **arguments)
+    assert [result["step"] for result in stopped] == [3] * 4
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("features", "kind", "said"), [
+    ([DiLoCo(every=0)], ConfigError, "`comm.diloco.every` must be at least 1"),
+    ([DiLoCo(every=4, delay=4)], ConfigError, r"`comm.diloco.delay` must lie between 0 and `every` - 1 \(3\), got 4"),
+    ([DiLoCo(every=4, fragments=5)], ConfigError, "`comm.diloco.fragments` must lie between 1 and `every`"),
+    ([DiLoCo(fragments=9)], ConfigError, "`comm.diloco.fragments` is 9, and the model has 5 parts"),
+    ([DiLoCo(outer_momentum=1.0)], ConfigError, "outer_momentum"),
+    ([SparseLoCo(k=5000)], ConfigError, "`comm.sparseloco.k` must lie between 1 and 4096"),
+    ([DiLoCo(), DDP()], ConflictError, "both own SHARD"),
+    ([DiLoCo(), PowerSGD()], ConfigError, "`comm.powersgd` exchanges gradients at every step"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused(features: list[Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), features)
