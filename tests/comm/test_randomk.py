@@ -1,0 +1,109 @@
+"""Random-k: what is drawn is the same everywhere and fair, and nothing is lost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import sparse_ranks as contract
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_ranks import RANKS, SHAPES, gradients, mean
+
+from shoestring.comm.randomk import RandomK
+from shoestring.comm.rehearsal import rehearse
+
+CPU = torch.device("cpu")
+VARIANTS = [partial(RandomK, 0.05), partial(RandomK, 0.3, block=1), partial(RandomK, 0.1, block=64, seed=3)]
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+class TestContract:
+    def test_conserves(self, make):
+        contract.assert_conserves(make)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replicas_are_equal(self, make, dtype):
+        contract.assert_replicas_equal(make, dtype)
+
+    def test_giving_up_leaves_what_was(self, make):
+        contract.assert_untouched_when_given_up(make)
+
+    @pytest.mark.parametrize("at", [0, 39, 700])
+    def test_shows_what_is_not_finite(self, make, at):
+        contract.assert_exposes(make, "matrix", at)
+
+    def test_merging_conserves(self, make):
+        contract.assert_merging_conserves(make)
+
+    def test_takes_nothing(self, make):
+        contract.assert_takes_nothing(make)
+
+    def test_survives_other_cohorts(self, make):
+        contract.assert_survives_other_cohorts(make)
+
+
+@given(n=st.integers(1, 3000), density=st.floats(0, 1), block=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_draws_distinct_entries_in_whole_blocks(n, density, block, seed):
+    found = RandomK(density, block=block).drawn(n, seed, CPU)
+    assert len(found.unique()) == len(found) <= max(density * n + block, block)
+    assert found.min() >= 0
+    assert found.max() < n
+    rows = found.view(-1, min(block, n))
+    assert torch.equal((rows.diff(dim=1)) % n, torch.ones_like(rows[:, 1:]) % n)
+
+
+@pytest.mark.parametrize(("n", "density", "block"), [(103, 0.3, 4), (50, 0.1, 1), (64, 0.6, 16)])
+def test_every_entry_is_as_likely(n, density, block):
+    """Counts of 4000 draws, within 5 standard deviations of a binomial."""
+    codec, trials, counts = RandomK(density, block=block), 4000, torch.zeros(n)
+    for seed in range(trials):
+        counts[codec.drawn(n, seed, CPU)] += 1
+    p = len(codec.drawn(n, 0, CPU)) / n
+    assert (counts - trials * p).abs().max() < 5 * (trials * p * (1 - p)) ** 0.5
+
+
+def test_without_feedback_it_is_unbiased():
+    """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors; no state."""
+    codecs, trials = [RandomK(0.25, feedback=False) for _ in range(RANKS)], 600
+    truth = mean(gradients(0))["matrix"]
+    first, second = torch.zeros_like(truth), torch.zeros_like(truth)
+    for step in range(trials):
+        grads = gradients(0)
+        rehearse(codecs, grads, step)
+        error = grads[0]["matrix"].double() - truth
+        first += error / trials
+        second += error**2 / trials
+    z = first / ((second - first**2) / trials).sqrt().clamp(min=1e-9)
+    assert z.abs().max() < 5
+    assert not codecs[0].state
+
+
+def test_draws_anew_at_every_step_and_for_every_cohort():
+    def sent(step: int, seed: int, name: str) -> torch.Tensor:
+        grads = [{name: torch.ones(500)}]
+        rehearse([RandomK(0.1, seed=seed)], grads, step)
+        return grads[0][name]
+
+    assert torch.equal(sent(0, 0, "a"), sent(0, 0, "a"))
+    for other in (sent(1, 0, "a"), sent(0, 1, "a"), sent(0, 0, "b")):
+        assert not torch.equal(sent(0, 0, "a"), other)
+
+
+def test_the_residual_keeps_a_ranks_rounding():
+    codecs = [RandomK(0.2, dtype=torch.bfloat16)]
+    grads = gradients(0, ranks=1)
+    total = mean(grads)
+    rehearse(codecs, grads)
+    for name in SHAPES:
+        left = codecs[0].state["residual"][name]
+        torch.testing.assert_close(grads[0][name] + left, total[name].float())
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes(dtype, width):
+    """Values alone, by one all-reduce."""
+    traffic = rehearse([RandomK(0.01, dtype=dtype) for _ in range(2)], [{"w": torch.randn(64_000)} for _ in range(2)])
+    assert traffic.stages == [{"Mean": 640 * width}]
