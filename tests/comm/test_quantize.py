@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.comm.codec import Grads, Turn
-from shoestring.comm.quantize import Quantize, in_buckets, pack, unpack
+from shoestring.comm.quantize import Quantize, add_noise_, in_buckets, pack, unpack
 from shoestring.comm.rehearsal import rehearse
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
@@ -53,7 +53,7 @@ def test_a_bucket_never_crosses_parameters():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_stochastic_rounding_is_unbiased(bits):
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors."""
-    truth, trials = mean(gradients(0)), 400
+    truth, trials = mean(gradients(0)), 250
     first, second = torch.zeros(SHAPES["matrix"]), torch.zeros(SHAPES["matrix"])
     codecs = [Quantize(bits, bucket=64) for _ in range(RANKS)]
     for step in range(trials):
@@ -175,6 +175,24 @@ def test_what_is_not_finite_shows_on_every_rank_before_anything_is_kept(value, r
     for reader in range(RANKS):
         answers = [torch.stack([requests[i].tensor[reader] for requests in asked]) for i in range(len(asked[0]))]
         assert not all(answer.isfinite().all() for answer in answers if answer.is_floating_point())
+
+
+def test_errors_of_one_rank_reach_half_a_step():
+    """So the levels are 2^bits - 1, and none is wasted."""
+    grads = {"x": torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 2 - 1}
+    grads["x"][::512] = 1.0
+    x = grads["x"].clone()
+    rehearse([Quantize(8, rounding="nearest")], [grads])
+    assert 0.499 < float((x - grads["x"]).abs().max()) * 127 < 0.5001
+
+
+def test_noise_leaves_whole_numbers_as_they_are():
+    q = torch.zeros(200_000)
+    add_noise_(q, torch.Generator().manual_seed(0))
+    assert -0.5 < float(q.min()) < -0.4999
+    assert 0.4999 < float(q.max()) < 0.5
+    assert abs(float(q.mean())) < 5 * (1 / 12 / q.numel()) ** 0.5
+    assert abs(float(q.var()) - 1 / 12) < 0.001
 
 
 def test_nothing_to_send():

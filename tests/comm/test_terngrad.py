@@ -31,7 +31,7 @@ def mean(grads: list[Grads], name: str) -> torch.Tensor:
 @pytest.mark.parametrize("owners", [False, True])
 def test_is_unbiased(owners):
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors."""
-    trials, name = 600, "matrix"
+    trials, name = 300, "matrix"
     truth, scale = mean(gradients(0), name), max(float(each[name].abs().max()) for each in gradients(0))
     total = torch.zeros_like(truth)
     codecs = [TernGrad(owners=owners) for _ in range(RANKS)]
@@ -44,7 +44,7 @@ def test_is_unbiased(owners):
     z = (total - truth) / (variance / trials).sqrt().clamp(min=1e-6)
     assert z.abs().max() < 5
     assert abs(float(z.mean())) < 5 / z.numel() ** 0.5
-    assert 0.9 < float((z**2).mean()) < 1.1  # the variance is the paper's, too
+    assert 0.85 < float((z**2).mean()) < 1.15  # the variance is the paper's, too
 
 
 def test_ranks_draw_apart_and_steps_draw_apart():
@@ -68,7 +68,7 @@ def test_levels_are_multiples_of_the_shared_scale(owners):
     rehearse([TernGrad(owners=owners) for _ in range(RANKS)], grads)
     steps = grads[0]["matrix"] / (2.5 * sigma / RANKS)
     torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)
-    assert steps.abs().max() <= RANKS + 1e-4
+    assert steps[0, 0].round() == 1  # one rank at its largest level
 
 
 def test_one_entry_and_zeros_come_back_exactly():
@@ -96,6 +96,10 @@ def test_sums_at_owners_are_the_sums_everywhere(ranks):
     rehearse([TernGrad() for _ in range(ranks)], here)
     rehearse([TernGrad(owners=True) for _ in range(ranks)], there)
     assert torch.equal(here[0]["matrix"], there[0]["matrix"])
+
+    same = [{"x": torch.ones(7)} for _ in range(ranks)]
+    rehearse([TernGrad(owners=True) for _ in range(ranks)], same)
+    torch.testing.assert_close(same[0]["x"], torch.ones(7))
 
 
 @pytest.mark.parametrize(("ranks", "owners", "bits"), [(4, False, None), (4, True, 4), (8, True, 8)])

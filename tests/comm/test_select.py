@@ -1,0 +1,331 @@
+"""Some layers each step: alike on all ranks, within the budget, and nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.comm.codec import Grads, Turn
+from shoestring.comm.dense import Dense
+from shoestring.comm.hypernetwork import Hypernetwork, forward, log2, probability, product
+from shoestring.comm.knapsack import Knapsack, best, exact
+from shoestring.comm.quantize import Quantize
+from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.select import Layers, Selected, Selector, Uniform, price_of
+from shoestring.core.errors import ConfigError
+
+RANKS = 3
+SHAPES = {f"blocks.{i}.{kind}": shape for i in range(4) for kind, shape in {"w": (32, 40 + i), "b": (32,)}.items()}
+WHOLE = sum(math.prod(shape) for shape in SHAPES.values()) * 4 * 2 * (RANKS - 1) / RANKS
+TELLING = 2 * (RANKS - 1) / RANKS * 12 * len(SHAPES)
+SELECTORS = [Uniform, Knapsack, Hypernetwork]
+
+
+def gradients(step: int, ranks: int = RANKS) -> list[Grads]:
+    """Of layers whose gradients differ in length by up to 8, with a part that is common to ranks and steps."""
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(step + 1)
+    size = {name: 2.0 ** (index % 4) for index, name in enumerate(SHAPES)}
+    base = {name: torch.randn(shape, generator=common) for name, shape in SHAPES.items()}
+    return [
+        {name: size[name] * (base[name] + torch.randn(shape, generator=own)) for name, shape in SHAPES.items()}
+        for _ in range(ranks)
+    ]
+
+
+def mean(tensors) -> torch.Tensor:
+    return torch.stack(list(tensors)).mean(0)
+
+
+def made(selector: type[Selector], make=Dense, budget: float = 0, ranks: int = RANKS) -> list[Selected]:
+    whole = sum(price_of(make, name, torch.zeros(shape), RANKS) for name, shape in SHAPES.items())
+    return [Selected(make, selector(), budget or 0.4 * whole + TELLING) for _ in range(ranks)]
+
+
+def feedback() -> Quantize:
+    return Quantize(4, bucket=64, rounding="nearest", feedback=True)
+
+
+def owed(codecs: list[Selected], name: str) -> torch.Tensor:
+    """The mean over the ranks of what waits here and of what the codec inside has left out."""
+    zero = torch.zeros(SHAPES[name])
+    both = [(c.state["unsent"], c.inner.state.get("residual", {})) for c in codecs]
+    return mean(here.get(name, zero) + inside.get(name, zero) for here, inside in both)
+
+
+# -- whatever the selector is -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("make", [Dense, feedback])
+def test_nothing_is_lost(selector, make):
+    codecs = made(selector, make)
+    total, sent = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for step in range(12):
+        grads = gradients(step)
+        for name in SHAPES:
+            total[name] += mean(each[name] for each in grads)
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            sent[name] += grads[0][name]
+    assert any(codec.state["unsent"] for codec in codecs)
+    for name in SHAPES:
+        torch.testing.assert_close(sent[name] + owed(codecs, name), total[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_ranks_choose_alike_and_decode_alike(selector):
+    codecs, choices = made(selector), set()
+    for step in range(50):
+        grads = gradients(step)
+        rehearse(codecs, grads, step)
+        for kind in ("seen", "notes"):
+            for name, tensor in codecs[0].state[kind].items():
+                assert all(torch.equal(tensor, codec.state[kind][name]) for codec in codecs)
+        for name in SHAPES:
+            assert all(torch.equal(grads[0][name], each[name]) for each in grads)
+        choices.add(frozenset(name for name in SHAPES if grads[0][name].any()))
+    assert len(choices) > 3
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("share", [0.08, 0.4])
+def test_the_budget_holds_over_any_window(selector, share):
+    """0.08: less than the price of every matrix, which must be saved for."""
+    budget, sent, seen = share * WHOLE + TELLING, [], dict.fromkeys(SHAPES, 0)
+    codecs = made(selector, budget=budget)
+    for step in range(80):
+        grads = gradients(step)
+        sent.append(rehearse(codecs, grads, step).sent(RANKS))
+        for name in SHAPES:
+            seen[name] += bool(grads[0][name].any())
+    free, largest = np.array(sent[2:]), max(price_of(Dense, "", torch.zeros(shape), RANKS) for shape in SHAPES.values())
+    sums = np.concatenate([[0], free.cumsum()])
+    for start, stop in combinations(range(len(sums)), 2):
+        assert sums[stop] - sums[start] <= (stop - start) * budget + largest + 1e-6
+    assert free.mean() > 0.75 * budget  # and is used
+    assert min(seen.values()) > 2  # all have their turn, the two steps that send everything aside
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_state_is_untouched_until_the_first_answers(selector):
+    codecs = made(selector, feedback)
+    for step in range(6):
+        rehearse(codecs, gradients(step), step)
+    before = copy.deepcopy(codecs[0].state_dict())
+    coding = codecs[0].code(gradients(6)[0], Turn(0, RANKS, 6))
+    next(coding)
+    coding.close()
+    torch.testing.assert_close(codecs[0].state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_goes_on_after_a_restart_as_if_there_was_none(selector):
+    codecs = made(selector, feedback)
+    for step in range(8):
+        rehearse(codecs, gradients(step), step)
+    others = made(selector, feedback)
+    for codec, other in zip(codecs, others, strict=True):
+        other.load_state_dict(copy.deepcopy(codec.state_dict()))
+    for step in range(8, 12):
+        one, two = gradients(step), gradients(step)
+        rehearse(codecs, one, step)
+        rehearse(others, two, step)
+        assert all(torch.equal(one[0][name], two[0][name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_merged_conserves_and_goes_on(selector):
+    codecs = made(selector, feedback)
+    for step in range(6):
+        rehearse(codecs, gradients(step), step)
+    before = {name: owed(codecs, name) for name in SHAPES}
+    state = codecs[0].merged([codec.state_dict() for codec in codecs])
+    fewer = made(selector, feedback, ranks=2)
+    for codec in fewer:
+        codec.load_state_dict(state)
+    for name in SHAPES:
+        torch.testing.assert_close(owed(fewer, name), before[name])
+    for step in range(6, 9):
+        grads = gradients(step, ranks=2)
+        expected = {name: mean(each[name] for each in grads) + owed(fewer, name) for name in SHAPES}
+        rehearse(fewer, grads, step)
+        for name in SHAPES:
+            torch.testing.assert_close(grads[0][name] + owed(fewer, name), expected[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_parts_of_a_step_share_its_budget_and_its_choice(selector):
+    """As the coordinator calls it: several exchanges a step, of other sets of layers once DDP has rebuilt buckets."""
+    budget, names, sent = 0.4 * WHOLE + TELLING, list(SHAPES), []
+    codecs, whole = made(selector, budget=budget), made(selector, budget=budget)
+    for step in range(20):
+        cut = 3 if step < 5 else 5
+        grads, together = gradients(step), gradients(step)
+        parts = [[{name: g[name] for name in some} for g in grads] for some in (names[cut:], names[:cut])]
+        sent.append(sum(rehearse(codecs, part, step).sent(RANKS) for part in parts))
+        rehearse(whole, together, step)
+        assert all(torch.equal(grads[0][name], together[0][name]) for name in names)
+    assert sum(sent[2:]) <= 18 * budget + WHOLE / 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows_even_in_a_layer_that_waits(value):
+    codecs = made(Uniform)
+    for step in range(5):
+        rehearse(codecs, gradients(step), step)
+    for name in SHAPES:
+        grads = gradients(5)[0]
+        grads[name].view(-1)[7] = value
+        *_, told = next(codecs[0].code(grads, Turn(0, RANKS, 5)))
+        assert not told.tensor.isfinite().all()
+
+
+def test_what_could_not_be_used_is_owed_again():
+    codecs = made(Uniform)
+    for step in range(4):
+        rehearse(codecs, gradients(step), step)
+    delivered, before = torch.ones(32), owed(codecs, "blocks.0.b")
+    for codec in codecs:
+        codec.take_back("blocks.0.b", delivered)
+    torch.testing.assert_close(owed(codecs, "blocks.0.b"), before + 1)
+
+
+def test_half_precision_gradients_leave_fp32_behind():
+    codecs = made(Uniform)
+    for step in range(6):
+        rehearse(codecs, [{n: g.bfloat16() for n, g in each.items()} for each in gradients(step)], step)
+    assert {tensor.dtype for tensor in codecs[0].state["unsent"].values()} == {torch.float32}
+
+
+def test_a_budget_that_does_not_carry_the_statistics_is_refused():
+    codecs = made(Uniform, budget=100)
+    with pytest.raises(ConfigError, match="does not carry"):
+        for step in range(3):
+            rehearse(codecs, gradients(step), step)
+
+
+@pytest.mark.parametrize("make", [Dense, Quantize])
+def test_prices_are_what_travels(make):
+    for name, shape in SHAPES.items():
+        traffic = rehearse([make() for _ in range(RANKS)], [{name: torch.randn(shape)} for _ in range(RANKS)])
+        assert price_of(make, name, torch.zeros(shape), RANKS) == pytest.approx(traffic.sent(RANKS))
+
+
+# -- each selector ----------------------------------------------------------------------------------------------------
+
+
+def layers(price, allowance=None, *, step=0, **known) -> Layers:
+    price = np.asarray(price, float)
+    allowance = price.sum() / 2 if allowance is None else allowance
+    blank = {name: np.zeros(len(price)) for name in ("entries", "gradient", "owed", "before", "gain", "waited")}
+    given_ = {name: np.asarray(value, float) for name, value in known.items()}
+    return Layers(step=step, budget=allowance, allowance=allowance, price=price, **(blank | given_))
+
+
+def test_uniform_sends_all_layers_equally_often():
+    codecs, counts = made(Uniform, budget=0.3 * WHOLE), dict.fromkeys(SHAPES, 0)
+    for step in range(120):
+        grads = gradients(step)
+        rehearse(codecs, grads, step)
+        for name in SHAPES:
+            counts[name] += bool(grads[0][name].any())
+    assert max(counts.values()) - min(counts.values()) <= 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=9), st.integers(0, 120))
+@settings(max_examples=80, deadline=None)
+def test_exact_knapsack_is_optimal(items, allowance):
+    price, u = (np.array(column, float) for column in zip(*items, strict=True))
+    sets = [some for count in range(len(u) + 1) for some in combinations(range(len(u)), count)]
+    optimum = max(u[list(some)].sum() for some in sets if price[list(some)].sum() <= allowance)
+    chosen = exact(u, price, allowance)
+    assert price[chosen].sum() <= allowance
+    assert u[chosen].sum() == optimum
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=15, max_size=18), st.integers(50, 400))
+@settings(max_examples=30, deadline=None)
+def test_greedy_knapsack_reaches_half_of_the_optimum(items, allowance):
+    price, u = (np.array(column, float) for column in zip(*items, strict=True))
+    chosen = best(u, layers(price, allowance))
+    assert price[chosen].sum() <= allowance
+    assert 2 * u[chosen].sum() >= u[exact(u, price, allowance)].sum()
+
+
+def test_knapsack_prefers_what_is_owed_most_for_its_bytes():
+    known = layers([10, 10, 10, 10], 20, gradient=[1, 4, 1, 3], owed=[1, 1, 9, 9], waited=[0, 0, 2, 0])
+    assert set(Knapsack().choose(known, {})[0]) == {1, 2}  # what layer 3 was owed has been sent
+
+
+def follow(selector: Selector, steps: int = 120) -> tuple[float, dict[str, int]]:
+    """SGD after targets of which two of twelve move; the other layers' gradients are noise.
+
+    Returns the mean loss, and how often each layer is sent.
+    """
+    draw, ranks = torch.Generator().manual_seed(1), 2
+    x = {f"layers.{i}": torch.zeros(64 * (1 + i % 4)) for i in range(12)}
+    drift = {name: torch.randn(x[name].shape, generator=draw) * 0.3 for name in ("layers.3", "layers.8")}
+    budget = 0.35 * 4 * sum(each.numel() for each in x.values())
+    codecs, counts, losses = [Selected(Dense, selector, budget) for _ in range(ranks)], dict.fromkeys(x, 0), 0.0
+    for step in range(steps):
+        grads = [{n: t + 0.5 * torch.randn(t.shape, generator=draw) for n, t in x.items()} for _ in range(ranks)]
+        for each in grads:
+            for name in each.keys() - drift.keys():
+                each[name] -= x[name]
+        rehearse(codecs, grads, step)
+        for name in x:
+            counts[name] += bool(grads[0][name].any())
+            x[name] -= 0.4 * grads[0][name]
+        for name, each in drift.items():
+            x[name] += each
+            losses += float((x[name] ** 2).mean()) / steps
+    return losses, counts
+
+
+def test_the_hypernetwork_learns_which_layers_matter():
+    uniform, knapsack = follow(Uniform())[0], follow(Knapsack())[0]
+    learnt, counts = follow(Hypernetwork(optimizer="sgd"))
+    matter = min(counts.pop("layers.3"), counts.pop("layers.8"))
+    assert matter > 1.5 * max(counts.values())
+    assert learnt < 0.8 * uniform
+    assert learnt < knapsack  # which takes noise for something that is owed
+
+
+def test_the_hypernetwork_climbs_the_gradient_of_its_objective():
+    """Against central differences of J = Σ p (v - λ b)."""
+    draw = np.random.default_rng(0)
+    net = Hypernetwork(rate=1e-6, repeats=1, optimizer="sgd")
+    known = layers(draw.random(5), gain=draw.normal(size=5))
+    notes = net._start() | {"recent": draw.normal(size=(2, 5, 7)), "price": np.array(0.7)}
+    worth = known.gain / np.abs(known.gain).sum() - 0.7 * known.price / known.price.sum()
+
+    def objective(weights) -> float:
+        return float((probability(forward(weights, notes["recent"][0])[1]) * worth).sum())
+
+    slopes = {key: np.zeros_like(notes[key]) for key in ("W", "w")}
+    for key, slope in slopes.items():
+        for index in np.ndindex(slope.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = notes | {key: notes[key].copy()}
+                moved[key][index] += sign * 1e-5
+                ends.append(objective(moved))
+            slope[index] = (ends[0] - ends[1]) / 2e-5
+    length = math.sqrt(sum(float((slope**2).sum()) for slope in slopes.values()))
+    after = net._learnt(notes, known)
+    for key, slope in slopes.items():
+        np.testing.assert_allclose((after[key] - notes[key]) / 1e-6, slope / length, atol=1e-4)
+
+
+def test_the_hypernetworks_arithmetic():
+    x = np.array([0.25, 1.0, 3.0, 1024.0])
+    np.testing.assert_allclose(log2(x), [-2, 0, 1.5, 10])
+    A, B = np.random.default_rng(0).normal(size=(2, 5, 5))
+    np.testing.assert_allclose(product(A, B), A @ B)
