@@ -132,7 +132,7 @@ class _Meter:
     def read(self) -> None:
         sent, facts = self.coordinator.sent, self.job.trace.facts
         self.job.numbers["wire_mb"] = (sent - self.before) / 1e6
-        self.job.numbers["exposed_s"] = self.coordinator.exposed
+        self.job.numbers["exposed_seconds"] = self.coordinator.exposed
         facts["wire_bytes"] = facts.get("wire_bytes", 0.0) + sent - self.before
         facts["wire_steps"] = facts.get("wire_steps", 0.0) + 1
         facts["wire_exposed"] = facts.get("wire_exposed", 0.0) + self.coordinator.exposed

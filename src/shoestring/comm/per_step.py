@@ -60,6 +60,15 @@ class Exchange(Feature):
 
         install(job, self)
 
+    def explain(self, job: Job) -> str:
+        world = job.world
+        if world.size == 1:
+            return "off: one rank"
+        by_rows = self.torus and world.hosts > 1 and world.local_size > 1
+        between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
+        parts = f"in {self.parts} parts " if self.parts > 1 else ""
+        return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
+
     def saving(self, trace: Trace) -> Saving | None:
         facts = trace.facts
         if not facts.get("wire_steps"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Turn
 from shoestring.comm.wire import all_finite
+from shoestring.core._torch import all_gather_single
 from shoestring.core.cluster import Collective
 from shoestring.core.world import World
 
@@ -35,7 +36,7 @@ def collectives(world: World, over: Sequence[str], largest: int = 1 << 24) -> tu
     size = group.size()
     kinds = {
         "all-reduce": lambda sent: dist.all_reduce(sent, group=group),
-        "all-gather": lambda sent: dist.all_gather_into_tensor(sent.new_empty(size * len(sent)), sent, group=group),
+        "all-gather": lambda sent: all_gather_single(sent.new_empty(size * len(sent)), sent, group=group),
         "all-to-all": lambda sent: dist.all_to_all_single(torch.empty_like(sent), sent, group=group),
     }
     found = []

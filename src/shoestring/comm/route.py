@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.wire import Wire
-from shoestring.core._torch import foreach_copy_
+from shoestring.core._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.trace import span
 from shoestring.core.world import World
@@ -68,7 +67,7 @@ def scattered(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
     blocks = [_blocks(tensor, wire.size) for tensor in tensors]
     whole = torch.cat([block.flatten(1) for block in blocks], dim=1)
     mine = whole.new_empty(whole.shape[1])
-    dist.reduce_scatter_tensor(mine, whole.view(-1), group=wire.group)
+    reduce_scatter_single(mine, whole.view(-1), group=wire.group)
     mine.div_(wire.size)
     parts = mine.split([block[0].numel() for block in blocks])
     return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
@@ -78,7 +77,7 @@ def gathered(wire: Wire, mine: Sequence[Tensor], tensors: Sequence[Tensor]) -> N
     """The inverse of `scattered`: put every rank's rows into `tensors`."""
     flat = torch.cat([part.reshape(-1) for part in mine])
     whole = flat.new_empty(wire.size, flat.numel())
-    dist.all_gather_into_tensor(whole.view(-1), flat, group=wire.group)
+    all_gather_single(whole.view(-1), flat, group=wire.group)
     parts = whole.split([part.numel() for part in mine], dim=1)
     rows = [
         part.reshape(-1, *block.shape[1:])[: _rows(tensor)].view(tensor.shape)

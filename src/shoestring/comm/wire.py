@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn
-from shoestring.core._torch import timeout_of
+from shoestring.core._torch import all_gather_single, timeout_of
 from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
@@ -125,7 +125,7 @@ class Wire:
                 theirs.copy_(mine)
                 continue
             if kind is Gather:
-                work = dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
+                work = all_gather_single(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
                 yield name, (self.size - 1) * mine.nbytes, _waiting(work)
             else:
                 work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
@@ -136,7 +136,7 @@ def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another process group of the same ranks; every rank of the world calls it, each with its own `group`."""
     mine = dist.get_process_group_ranks(group)
     firsts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(firsts, torch.tensor([mine[0]], device=device))
+    all_gather_single(firsts, torch.tensor([mine[0]], device=device))
     parts: dict[int, list[int]] = {}
     for rank, first in enumerate(firsts.tolist()):
         parts.setdefault(first, []).append(rank)

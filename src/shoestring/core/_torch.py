@@ -5,12 +5,14 @@ Checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket, Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -20,11 +22,25 @@ foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
+# torch 2.13 gave them these names, and warns of those before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait for another rank."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
+
+
+def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
+    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
+    model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
+    if "_bucket_config" in vars(model):  # since torch 2.13
+        model._bucket_config = replace(model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=nbytes)
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
 
 
 def has_bf16_units() -> bool:
@@ -54,12 +70,15 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "all_gather_single",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "global_module_hooks",
     "has_bf16_units",
     "process_groups",
+    "rebucket",
+    "reduce_scatter_single",
     "saved_tensor_hooks",
     "timeout_of",
     "tree_map_only",

@@ -18,6 +18,7 @@ _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
     "nats": ("Loss, nats per token", "loss", "held_out_loss"),
 }
+_UNITS = {"mb": "MB", "kb": "kB", "gib": "GiB", "s": "seconds", "seconds": "seconds"}
 _KNOWN = {  # metric: title, unit, format
     "tokens_per_second": ("Speed", "tokens per second", "count"),
     "memory_gib": ("Memory", "GiB", "plain"),
@@ -83,11 +84,18 @@ def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    title, unit, form = _KNOWN.get(metric, (metric, "", "plain"))
+    title, unit, form = _KNOWN.get(metric) or (*_named(metric), "plain")
     lines = []
     for position, run in enumerate(runs):
         lines += _lines(run, metric, LETTERS[position] if len(runs) > 1 else title.lower(), position, "solid", SMALL)
     return {"key": metric, "title": title, "unit": unit, "format": form, "marks": [], "lines": lines}
+
+
+def _named(metric: str) -> tuple[str, str]:
+    """Title and unit of a number that a feature publishes: `wire_mb` is ("Wire", "MB")."""
+    name, _, last = metric.rpartition("_")
+    title = (name if last in _UNITS and name else metric).replace("_", " ")
+    return title[:1].upper() + title[1:], _UNITS.get(last, "") if name else ""
 
 
 def _lines(run: RunFolder, metric: str, label: str, tone: int, style: str, limit: int) -> list[dict[str, Any]]:
