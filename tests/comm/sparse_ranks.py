@@ -32,7 +32,9 @@ def mean(grads: list[Grads]) -> Grads:
 
 
 def mean_state(codecs: list[Codec], kind: str, name: str) -> torch.Tensor:
-    return torch.stack([codec.state[kind][name].double() for codec in codecs]).mean(0)
+    """Zeros of a parameter that travels whole."""
+    kept = [codec.state.get(kind, {}).get(name, torch.zeros(SHAPES[name])) for codec in codecs]
+    return torch.stack(kept).double().mean(0)
 
 
 def cloned(state: dict) -> dict:
