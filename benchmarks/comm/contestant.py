@@ -1,0 +1,151 @@
+"""A model in training by one method, in a loop that is the same for all and knows nothing of shoestring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.comm import peers
+from benchmarks.comm.methods import Method
+from benchmarks.comm.spec import Spec
+from shoestring import comm
+from shoestring.comm.wire import Wire
+from shoestring.core.job import Job, attach
+from shoestring.core.world import World
+from shoestring.models.gpt import GPT
+
+WARMUP = 20  # steps of linear rise; then the rate is constant, so that a run of any length is a part of a longer one
+CLIP = 1.0
+
+
+class Contestant:
+    """One method's model, optimizer and data on this rank."""
+
+    def __init__(self, method: Method, spec: Spec, folder: Path, world: World) -> None:
+        self.method, self.world, self.steps = method, world, 0
+        self.module = spec.setting.model(spec.seed)
+        self.batches = spec.setting.batches(folder, world.rank, world.size, spec.seed)
+        self.examples = spec.setting.examples(folder, world.rank, world.size)
+        self.model: nn.Module = self.module
+        if method.ddp:
+            self.model = DistributedDataParallel(
+                self.module,
+                bucket_cap_mb=method.bucket_mb,  # pyright: ignore[reportArgumentType]  (a float works)
+                gradient_as_bucket_view=True,
+            )
+        self.optimizer = adamw(self.module, method.lr)
+        self.epfml: peers.Epfml | None = None
+        self.job: Job | None = None
+
+    def step(self) -> float:
+        """One step on the next batch: the loss on this rank's part, before it."""
+        self._warm_up()
+        batch = next(self.batches)
+        loss = mean_loss(self.model, batch)
+        loss.backward()
+        if self.epfml is not None:
+            self.epfml.step(self.optimizer, CLIP)
+        else:
+            nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.steps += 1
+        return float(loss.detach())
+
+    def held_out(self) -> float:
+        """The loss over all ranks' held-out sequences, nats a token."""
+        with torch.no_grad():
+            loss = mean_loss(self.module, self.examples).double()
+        dist.all_reduce(loss)
+        return float(loss) / self.world.size
+
+    def facts(self) -> dict[str, float]:
+        """What the feature counted."""
+        return {} if self.job is None else {name: float(value) for name, value in self.job.trace.facts.items()}
+
+    def said(self) -> str:
+        """What the features have to say of themselves."""
+        return "" if self.job is None else "; ".join(each.explain(self.job) for each in self.job.features)
+
+    def close(self) -> None:
+        if self.job is not None:
+            self.job.close()
+
+    def _warm_up(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.method.lr * min(1.0, (self.steps + 1) / WARMUP)
+
+
+def contestant(method: Method, spec: Spec, folder: Path, world: World) -> Contestant:
+    """Build a method's model and attach the method to it."""
+    one = Contestant(method, spec, folder, world)
+    settings: dict[str, Any] = dict(method.settings)
+    if method.kind == "bf16":
+        ddp(one.model).register_comm_hook(None, peers.bf16_hook)
+    elif method.kind == "torch":
+        peers.torch_powersgd(ddp(one.model), settings["rank"], start=2)
+    elif method.kind == "epfml":
+        one.epfml = peers.Epfml(list(one.module.parameters()), **settings)
+    elif method.kind in ("ours", "torch in ours"):
+        kind = getattr(comm, method.feature) if method.kind == "ours" else peers.TorchInOurs
+        one.job = attach(one.model, one.optimizer, kind(**settings))
+        one.job.progress.total = spec.horizon
+        one.optimizer = one.job.built_optimizer
+        if spec.delays:
+            delay(spec.delays, world.rank)
+    return one
+
+
+def ddp(model: nn.Module) -> DistributedDataParallel:
+    assert isinstance(model, DistributedDataParallel)
+    return model
+
+
+def adamw(module: GPT, lr: float) -> Optimizer:
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+
+
+@contextmanager
+def mean_weights(module: nn.Module) -> Iterator[None]:
+    """Within, the weights are their mean over the ranks, as a run of local steps would save them."""
+    with torch.no_grad():
+        own = [parameter.clone() for parameter in module.parameters()]
+        for parameter in module.parameters():
+            dist.all_reduce(parameter)
+            parameter /= dist.get_world_size()
+        yield
+        for parameter, kept in zip(module.parameters(), own, strict=True):
+            parameter.copy_(kept)
+
+
+def delay(longest: float, rank: int) -> None:
+    """Let this rank find each of its exchanges complete later than it is, by a random time of its own."""
+    start, waits = Wire.start, torch.Generator().manual_seed(rank)
+
+    def late(self: Wire, requests: Any) -> Any:
+        answer = start(self, requests)
+
+        def wait() -> list[Tensor]:
+            time.sleep(longest * float(torch.rand((), generator=waits)))
+            return answer()
+
+        return wait
+
+    Wire.start = late

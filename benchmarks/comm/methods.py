@@ -1,0 +1,61 @@
+"""The methods that are compared: ours, the peers, and what separates one part of ours from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Kind = Literal["none", "ddp", "bf16", "torch", "epfml", "ours", "torch in ours"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to train on several ranks; of JSON types only, for it travels to the ranks."""
+
+    name: str
+    kind: Kind
+    feature: str = ""
+    """Of ours: the class in shoestring.comm."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 3e-3
+    ddp: bool = True
+    """Whether the model is wrapped in DDP."""
+    bucket_mb: float = 25.0
+    period: int = 1
+    """Steps after which the pattern of exchanges repeats."""
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas differ between merges."""
+        return "every" in self.settings
+
+    def at(self, lr: float) -> Method:
+        """This method with another learning rate."""
+        return replace(self, lr=lr)
+
+    def but(self, **settings: Any) -> Method:
+        """This method with other settings, which its name then ends with."""
+        said = ", ".join(f"{name} {value}" for name, value in settings.items())
+        return replace(self, name=f"{self.name}, {said}", settings={**self.settings, **settings})
+
+
+def ours(name: str, feature: str, *, lr: float = 3e-3, bucket_mb: float = 25.0, **settings: Any) -> Method:
+    """A codec of ours at every step, under DDP."""
+    period = 2 if settings.get("alternate") else 1
+    return Method(
+        name=name, kind="ours", feature=feature, settings=settings, lr=lr, bucket_mb=bucket_mb, period=period
+    )
+
+
+def local(name: str, feature: str, *, lr: float = 3e-3, **settings: Any) -> Method:
+    """Local steps of ours; the pattern repeats once everything has been merged."""
+    every = int(settings["every"])
+    return Method(name=name, kind="ours", feature=feature, settings=settings, lr=lr, ddp=False, period=every)
+
+
+NONE = Method(name="no communication", kind="none", ddp=False)
+DDP = Method(name="DDP fp32", kind="ddp")
+BF16 = Method(name="DDP bf16 hook", kind="bf16")
+TORCH = Method(name="torch PowerSGD", kind="torch", settings={"rank": 4}, bucket_mb=1000)
+EPFML = Method(name="epfml powersgd", kind="epfml", settings={"rank": 4, "iterations": 2}, ddp=False)

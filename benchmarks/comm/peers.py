@@ -1,0 +1,94 @@
+"""The peers, as their users attach them, and our coordinator with torch's arithmetic in it."""
+
+# Without postponed annotations: torch compares those of a hook with its own types.
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoestring import comm
+from shoestring.comm.codec import Codec, Coding, Grads, Turn
+from shoestring.comm.powersgd import PowerSGD, averaged
+from shoestring.core._torch import GradBucket
+
+
+def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's bf16_compress_hook, line by line but for its check that NCCL is there."""
+    buffer = bucket.buffer()
+    small = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def torch_powersgd(model: DistributedDataParallel, rank: int, start: int) -> None:
+    """torch's PowerSGD hook; `start` is its start_powerSGD_iter: the steps before are plain all-reduces."""
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start, min_compression_rate=2
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class Epfml:
+    """github.com/epfml/powersgd as its README attaches it, with clipping between the averages and the step.
+
+    Raises:
+        ImportError: the package is not installed; the wheel of that name on PyPI (0.0.2) holds no code.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rank: int, iterations: int) -> None:
+        from powersgd import Config, PowerSGD
+
+        config = Config(
+            rank=rank, min_compression_rate=2, num_iters_per_step=iterations, start_compressing_after_num_steps=0
+        )
+        self.parameters = list(parameters)
+        self.aggregator = PowerSGD(self.parameters, config=config)
+
+    def step(self, optimizer: Optimizer, clip: float) -> None:
+        """What the package's optimizer_step does: its residuals stay behind as gradients, and are added to."""
+        residuals = [parameter.grad for parameter in self.parameters]
+        averages = self.aggregator.aggregate(residuals)
+        for parameter, average in zip(self.parameters, averages, strict=True):
+            parameter.grad = average
+        nn.utils.clip_grad_norm_(self.parameters, clip)
+        optimizer.step()
+        for parameter, residual in zip(self.parameters, residuals, strict=True):
+            parameter.grad = residual
+
+
+class TorchArithmetic(PowerSGD):
+    """What torch's hook computes, for our coordinator: QR, a product a matrix, the residual of the global mean.
+
+    After torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py: it clones the gradients, and computes the
+    products of matrices of one shape in a batch.
+    """
+
+    def code(self, grads: Grads, turn: Turn) -> Coding:
+        low = {name: grad.view(len(grad), -1) for name, grad in grads.items() if self._pays(grad)}
+        whole = [grad for name, grad in grads.items() if name not in low]
+        basis = [self._matrix(name, grad).basis for name, grad in low.items()]
+        M = [grad + self.kept("residual", name, grad) for name, grad in low.items()]
+        for each, Q in zip(M, basis, strict=True):
+            Q.copy_(torch.linalg.qr(Q)[0])
+        P = [each @ Q for each, Q in zip(M, basis, strict=True)]
+        yield from averaged(P, whole)
+        P = [torch.linalg.qr(each)[0] for each in P]
+        Q = [each.t() @ left for each, left in zip(M, P, strict=True)]
+        yield from averaged(Q, [])
+        for (name, grad), each, left, right in zip(low.items(), M, P, Q, strict=True):
+            torch.mm(left, right.t(), out=grad)
+            torch.sub(each, grad, out=self.state["residual"][name])
+            self.state["Q"][name] = right
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchInOurs(comm.PowerSGD):
+    """Torch's arithmetic in our coordinator: what is left between it and our PowerSGD are the kernels."""
+
+    def codec(self) -> Codec:
+        return TorchArithmetic(self.rank)

@@ -1,0 +1,88 @@
+"""Launches and their results: each is made once, and kept as one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comm.setting import RANKS
+from benchmarks.comm.spec import Spec
+from benchmarks.comm.worker import TOKENS
+from benchmarks.machine import ROOT, git_commit
+from shoestring.testing.netlab import Job, Lab, netlab
+
+PATIENCE = 300.0  # seconds for a launch to be ready
+
+
+@dataclass
+class Store:
+    """A folder of results; `check` raises when the time is up."""
+
+    folder: Path
+    check: Callable[[], None] = field(default=lambda: None)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".gitignore").write_text("*\n")
+
+    def path(self, spec: Spec) -> Path:
+        return self.folder / f"{spec.key}.json"
+
+    def has(self, spec: Spec) -> bool:
+        return self.path(spec).exists()
+
+    def get(self, spec: Spec) -> dict[str, Any]:
+        """The result of a launch, which is made now if it was not before."""
+        path = self.path(spec)
+        if not path.exists():
+            self.check()
+            spec.setting.corpus(self.folder / TOKENS)
+            fresh = path.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(launch(spec, self.folder / f"run-{spec.key}"), indent=1))
+            fresh.replace(path)
+        return json.loads(path.read_text())
+
+
+def launch(spec: Spec, folder: Path) -> dict[str, Any]:
+    """Train on four hosts: {"spec", "commit", "wall", "logs": [method][rank]}."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "spec.json").write_text(spec.text())
+    names = ", ".join(method.name for method in spec.methods)
+    print(f"  {spec.steps} steps of {names} at {spec.rate or 'no limit'}, seed {spec.seed} …", file=sys.stderr)
+    with netlab(hosts=RANKS, rate=spec.rate if spec.slow_first and spec.rate else None) as lab:
+        worker = ["-m", "benchmarks.comm.worker", str(folder / "spec.json"), str(folder)]
+        job = lab.torchrun(worker, env=environment())
+        began = started(lab, job, spec, folder)
+        job.check(timeout=24 * 3600.0)
+        wall = time.monotonic() - began
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+    shutil.rmtree(folder)
+    logs = [list(each) for each in zip(*ranks, strict=True)]
+    return {"spec": json.loads(spec.text()), "commit": git_commit(), "wall": wall, "logs": logs}
+
+
+def started(lab: Lab, job: Job, spec: Spec, folder: Path) -> float:
+    """Wait until all ranks are ready, slow the links down, and say go: when that was."""
+    end = time.monotonic() + PATIENCE
+    while len(list(folder.glob("ready-*"))) < RANKS:
+        if time.monotonic() > end or any(code for code in job.codes().values()):
+            job.check(timeout=0)
+        time.sleep(0.05)
+    if spec.rate and not spec.slow_first:
+        for host in lab.hosts:
+            lab.rate(host, spec.rate)
+    (folder / "go").touch()
+    return time.monotonic()
+
+
+def environment() -> dict[str, str]:
+    """What the ranks need besides this process's environment."""
+    return {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
