@@ -106,11 +106,8 @@ class Sparse(Flat):
 
     def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
         """The average of what all ranks sent, in `out`."""
-        indices, values = decode_indices(answers[0], k, len(out)), decode_values(answers[1:], self.wire, k)
-        out.zero_()
-        for where, what in zip(indices, values / len(values), strict=True):
-            out.index_add_(0, where, what)
-        return out
+        values = decode_values(answers[1:], self.wire, k)
+        return summed(decode_indices(answers[0], k, len(out)), values / len(values), out)
 
 
 class TopK(Sparse):
@@ -134,6 +131,14 @@ def entries(n: int, density: float) -> int:
     return min(n, max(1, round(density * n)))
 
 
+def summed(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """Put the sum of every rank's entries (ranks, k) into `out`, zero elsewhere; always in the order of the ranks."""
+    out.zero_()
+    for where, what in zip(indices, values, strict=True):
+        out.index_add_(0, where, what)
+    return out
+
+
 # -- selection: indices (k,), ascending, of x (n,) ------------------------------------------------------------------
 
 
@@ -141,7 +146,7 @@ def exact(x: Tensor, k: int) -> Tensor:
     """The k largest magnitudes."""
     if x.is_cuda or 4 * k > len(x):
         return x.abs().topk(k, sorted=False).indices.sort().values
-    return _strongest(x, _candidates(x, k), k)
+    return strongest(x, _candidates(x, k), k)
 
 
 def sampled(x: Tensor, k: int) -> Tensor:
@@ -150,7 +155,7 @@ def sampled(x: Tensor, k: int) -> Tensor:
         return exact(x, k)
     hits = _candidates(x, k)
     if len(hits) > 1.3 * k:
-        return _strongest(x, hits, k)
+        return strongest(x, hits, k)
     return hits[torch.arange(k, device=x.device) * len(hits) // k]
 
 
@@ -213,7 +218,8 @@ def _candidates(x: Tensor, k: int) -> Tensor:
     return hits if len(hits) >= k else _filled(hits, k)
 
 
-def _strongest(x: Tensor, hits: Tensor, k: int) -> Tensor:
+def strongest(x: Tensor, hits: Tensor, k: int) -> Tensor:
+    """Those k of the indices `hits` at which x is largest in magnitude."""
     return hits[x[hits].abs().topk(k, sorted=False).indices.sort().values]
 
 
