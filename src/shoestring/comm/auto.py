@@ -94,10 +94,12 @@ def exchange(call: str) -> Exchange:
         ConfigError: there is no such codec or setting.
     """
     name, settings = parsed(call)
-    kinds = {each.lower(): getattr(per_step, each) for each in per_step.__all__ if each != "Exchange"}
+    found = {each.lower(): getattr(per_step, each) for each in per_step.__all__ if each != "Exchange"}
+    kinds = {each: kind for each, kind in found.items() if kind.seams == (Seam.WIRE,)}  # none that takes the optimizer
     if name not in kinds:
         raise ConfigError(f"`comm.auto.allow`: there is no codec `{name}`", hint=nearest(name, kinds))
-    known = [each.name for each in fields(kinds[name]) if each.name not in ("parts", "channels", "torus")]
+    common = {each.name for each in fields(Exchange)}
+    known = [each.name for each in fields(kinds[name]) if each.name not in common]
     for key in settings:
         if key not in known:
             raise ConfigError(f"`comm.auto.allow`: `{name}` has no setting `{key}` here", hint=nearest(key, known))

@@ -1,0 +1,305 @@
+"""The planner: fits, prices on hand-made steps, decisions, and what it does to a job of several ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+import choosing_ranks
+
+from shoestring.comm import Auto, pricing
+from shoestring.comm.auto import exchange, parsed
+from shoestring.comm.codec import Turn
+from shoestring.comm.coordinator import dealt
+from shoestring.comm.deciding import BOTH, Choice, Evidence, Seen, decided
+from shoestring.comm.dense import Dense
+from shoestring.comm.powersgd import PowerSGD
+from shoestring.comm.pricing import Cost
+from shoestring.comm.probing import Coded, coded, fitted, separated
+from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.selective import Selective
+from shoestring.core.cluster import Cluster, Collective
+from shoestring.core.errors import ConfigError
+from shoestring.core.simulate import makespan
+from shoestring.core.trace import Trace
+from shoestring.testing import FeatureSuite
+from shoestring.testing.pool import Pool
+
+MB = 1_000_000
+SIZES = {f"layer{each}": MB for each in range(8)}
+ORDER = list(reversed(SIZES))
+
+
+def step(forward=0.1, layer=0.1, optimizer=0.05):
+    """A forward pass, eight gradients of 1 MB one after the other, and the optimizer."""
+    trace, now = Trace(origin=0.0), forward
+    trace.record("forward", "compute", 0.0, forward)
+    for name in ORDER:
+        trace.record(name, "compute", now, now + layer, SIZES[name])
+        now += layer
+    trace.record("optimizer", "compute", now, now + optimizer)
+    return trace
+
+
+def cluster(bandwidth, latency=0.0, **slowdown):
+    kinds = ("all-reduce", "all-gather", "all-to-all")
+    links = (Collective(kind=kind, over=BOTH, ranks=4, latency=latency, bandwidth=bandwidth) for kind in kinds)
+    return Cluster(collectives=tuple(links), slowdown=slowdown)
+
+
+def cost(seconds=(0.0, 0.0), ratio=1.0, latency=(0.0, 0.0)):
+    """A codec of one stage that sends `ratio` of the bytes; seconds for all 8 MB, spread evenly."""
+    knots = np.array([0.0, 8 * MB])
+    sums = np.array([[0.0, each] for each in seconds])
+    return Cost(knots, sums, {"all-reduce": np.array([[0.0, 8 * MB * ratio]])}, np.array(latency))
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 0.1), st.floats(1e-9, 1e-6))
+def test_a_line_is_found_again(a, b):
+    sizes = [1 << 10, 1 << 14, 1 << 18, 1 << 22]
+    found = fitted(sizes, [a + b * size for size in sizes])
+    assert found == (pytest.approx(a, rel=1e-3, abs=1e-9), pytest.approx(b, rel=1e-3))
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=1, max_size=6))
+def test_a_fit_is_never_negative(points):
+    a, b = fitted(*zip(*points, strict=True))
+    assert a >= 0 and b > 0
+
+
+@given(st.floats(0.1, 2), st.floats(0.1, 2), st.floats(1, 3), st.floats(1, 3))
+def test_hindrance_is_found_from_times_side_by_side(one, other, slows_one, slows_other):
+    both = min(one * slows_one, other * slows_other)
+    beside = [both + alone - both / factor for alone, factor in ((one, slows_one), (other, slows_other))]
+    found = separated(one, other, *beside)
+    assert found == {"one": pytest.approx(slows_one), "other": pytest.approx(slows_other)}
+
+
+def test_a_codec_is_timed_without_touching_the_gradients():
+    grads = {"a": torch.randn(16, 8), "b": torch.randn(16)}
+    before = {name: grad.clone() for name, grad in grads.items()}
+    found = coded(lambda: PowerSGD(2), grads, Turn(1, 4, 0))
+    assert len(found.seconds) == len(found.nbytes) + 1 == 3
+    assert all(seconds > 0 for seconds in found.seconds)
+    assert found.nbytes == ({"all-reduce": 4 * (16 * 2 + 16)}, {"all-reduce": 4 * 8 * 2})
+    assert all(torch.equal(grads[name], before[name]) for name in grads)
+
+
+def test_costs_add_up_over_neighbouring_pieces():
+    pieces = [Coded((0.2, 0.3), ({"all-reduce": 10},)), Coded((0.4, 0.6), ({"all-reduce": 20},))]
+    found = Cost.of([100, 200], pieces, Coded((0.6, 0.9), ({"all-reduce": 30},)))
+    assert found.computing(0, 300) == pytest.approx([0.6, 0.9], rel=1e-6)
+    assert found.computing(0, 100) == pytest.approx([0.2, 0.3], rel=1e-6)
+    assert found.sending(0, 100, 300) == {"all-reduce": pytest.approx(20)}
+    assert found.sending(0, 100, 200) == {"all-reduce": pytest.approx(10)}
+
+
+def test_pieces_may_need_fewer_stages_than_others():
+    pieces = [Coded((0.1, 0.1), ({"all-reduce": 8},)), Coded((0.1, 0.1, 0.1), ({"all-reduce": 4}, {"all-gather": 2}))]
+    found = Cost.of([100, 100], pieces, Coded((0.2, 0.2, 0.1), ({"all-reduce": 12}, {"all-gather": 2})))
+    assert found.sending(1, 0, 100) == {}
+    assert found.sending(1, 100, 200) == {"all-gather": pytest.approx(2)}
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_bucket_hides_nothing():
+    predicted = pricing.DDP(BOTH, 25 * MB).predict(step(), cluster(16 * MB, latency=0.01))
+    assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.01 + 0.5 + 0.05)
+
+
+def test_buckets_travel_while_the_backward_pass_goes_on():
+    # Each bucket of 2 MB takes 0.125 s on the wire, less than the 0.2 s until the next one: only the last is seen.
+    predicted = pricing.DDP(BOTH, 2 * MB).predict(step(), cluster(16 * MB))
+    assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.125 + 0.05)
+
+
+def test_a_slow_link_works_from_the_first_bucket_on():
+    predicted = pricing.DDP(BOTH, 2 * MB).predict(step(), cluster(1 * MB))
+    assert makespan(predicted) == pytest.approx(0.1 + 0.2 + 8 + 0.05)
+
+
+def test_an_exchange_codes_sends_and_codes_again():
+    plan = pricing.Exchange(BOTH, (cost((0.08, 0.16), ratio=0.5),), dealt(SIZES, 2), channels=1, bucket=MB)
+    # The second half: ready at 0.9, 0.04 s of coding, 2 MB at 16 MB/s, 0.08 s of coding.
+    assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.04 + 0.125 + 0.08 + 0.05)
+
+
+def test_without_buckets_everything_follows_the_backward_pass():
+    plan = pricing.Exchange(BOTH, (cost(),), dealt(SIZES, 4), channels=1, bucket=0)
+    assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.5 + 0.05)
+
+
+def test_shared_cores_make_hidden_work_dear():
+    plan = pricing.Exchange(BOTH, (cost((0.0, 0.4)),), dealt(SIZES, 2), channels=1, bucket=MB)
+    alone = makespan(plan.predict(step(), cluster(1e15)))
+    shared = makespan(plan.predict(step(), cluster(1e15, **{"compute beside compute": 2.0})))
+    assert alone == pytest.approx(0.9 + 0.2 + 0.05)  # one half of the coding is hidden
+    assert shared == pytest.approx(0.9 + 0.4 + 0.05)  # on one core nothing is
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def evidence(bandwidth, layer=0.1, coding=0.02, ratio=1 / 100, latency=1e-4):
+    marks = {"forward": 0.1, "end": 0.1 + 8 * layer}
+    marks |= {name: 0.1 + (at + 1) * layer for at, name in enumerate(ORDER)}
+    dense = [Coded((1e-6, 1e-6), ({"all-reduce": n},)) for n in (*SIZES.values(), 8 * MB)]
+    small = [Coded((n * coding / 8 / MB,) * 2, ({"all-reduce": int(n * ratio)},)) for n in (*SIZES.values(), 8 * MB)]
+    seen = Seen(marks=marks, coded={"dense": dense, "powersgd(rank=4)": small}, slowdown={})
+    links = cluster(bandwidth, latency).collectives
+    return Evidence(
+        sizes=SIZES, arrival=ORDER, pieces=[MB] * 8, links=links, ranks=[seen] * 4, bucket=25 << 20, lanes=2
+    )
+
+
+def test_a_fast_link_keeps_ddp():
+    plan, choice = decided(evidence(1e11))
+    assert plan.choice == "DDP" and not choice.codec and choice.bucket == 25 << 20
+    assert "more than 5% faster" in plan.reason
+
+
+def test_a_slow_link_compresses_everything():
+    plan, choice = decided(evidence(MB))
+    assert choice.codec == "powersgd(rank=4)" and not choice.whole
+    assert plan.seconds < plan.predicted["DDP"] / 5
+
+
+def test_between_them_what_travels_in_time_stays_whole():
+    plan, choice = decided(evidence(6 * MB))
+    assert choice.codec == "powersgd(rank=4)"
+    assert choice.whole == tuple(ORDER)[: len(choice.whole)] and 0 < len(choice.whole) < 8
+    assert plan.seconds <= min(plan.predicted.values()) * 1.005
+
+
+def test_without_leave_to_compress_only_sizes_of_buckets_change():
+    found = evidence(10 * MB)
+    exact = replace(found, ranks=[replace(s, coded={"dense": s.coded["dense"]}) for s in found.ranks])
+    plan, choice = decided(exact)
+    assert choice.codec in ("", "dense") and choice.bucket < 8 * MB
+    assert plan.seconds < plan.predicted["DDP"]
+
+
+def test_a_torus_pays_inside_hosts_and_sends_less_between_them():
+    inner = Collective(kind="all-reduce", over=("local",), ranks=2, latency=0.0, bandwidth=80 * MB)
+    outer = Collective(kind="all-reduce", over=("hosts",), ranks=2, latency=0.0, bandwidth=8 * MB)
+    plan = pricing.Exchange(("hosts",), (cost(),), dealt(SIZES, 1), channels=1, bucket=MB, inner=("local",), shard=2)
+    assert makespan(plan.predict(step(), Cluster(collectives=(inner, outer)))) == pytest.approx(0.9 + 0.1 + 0.5 + 0.05)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_codecs_are_written_as_calls():
+    assert parsed("powersgd(rank=4, wire='bf16')") == ("powersgd", {"rank": 4, "wire": "bf16"})
+    assert exchange("powersgd(rank=7)").rank == 7  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("powersdg", "did you mean `powersgd`"),
+        ("powersgd(rnk=4)", "did you mean `rank`"),
+        ("powersgd(4)", "write"),
+        ("powersgd(rank=open('x'))", "cannot read"),
+        ("import os", "cannot read"),
+        ("powersgd(parts=2)", "no setting `parts`"),
+    ],
+)
+def test_wrong_calls_say_what_is_near(call, words):
+    with pytest.raises(ConfigError) as caught:
+        exchange(call)
+    assert words in str(caught.value)
+
+
+# -- selective compression --------------------------------------------------------------------------------------------
+
+
+def test_chosen_parameters_travel_whole_and_others_as_the_codec_does_it():
+    torch.manual_seed(0)
+    grads = [
+        {"a.weight": torch.randn(8, 6), "b.weight": torch.randn(24, 20), "b.bias": torch.randn(24)} for _ in range(3)
+    ]
+    alone = [{"b.weight": each["b.weight"].clone(), "b.bias": each["b.bias"].clone()} for each in grads]
+    mean = torch.stack([each["a.weight"] for each in grads]).mean(0)
+    ours = [Selective(PowerSGD(2, seed=5), ("a.*",)) for _ in grads]
+    theirs = [PowerSGD(2, seed=5) for _ in grads]
+    traffic, reference = rehearse(ours, grads), rehearse(theirs, alone)
+    assert len(traffic.stages) == 2 and traffic.total("Mean") == reference.total("Mean") + mean.nbytes
+    for mine, other in zip(grads, alone, strict=True):
+        assert torch.allclose(mine["a.weight"], mean)
+        assert all(torch.equal(mine[name], other[name]) for name in other)
+    again = Selective(PowerSGD(2, seed=5), ("a.*",))
+    again.load_state_dict(ours[0].state_dict())
+    assert again.norm("residual") == theirs[0].norm("residual") > 0
+
+
+def test_all_whole_is_dense():
+    grads = [{"a": torch.full((3,), float(rank))} for rank in range(2)]
+    rehearse([Selective(PowerSGD(2), ("*",)) for _ in grads], grads)
+    other = [{"a": torch.full((3,), float(rank))} for rank in range(2)]
+    rehearse([Dense() for _ in other], other)
+    assert torch.equal(grads[0]["a"], other[0]["a"])
+
+
+# -- in a job ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as pool:
+        yield pool
+
+
+def test_measuring_leaves_no_trace(pool):
+    for found in pool.call(choosing_ranks.trial_leaves_nothing):
+        assert found["same"] and found["gradients"] == 0
+        assert sorted(set(found["kinds"])) == ["all-gather", "all-reduce", "all-to-all"]
+        assert all(factor >= 1 for factor in found["slowdown"].values())
+
+
+def test_ddp_forms_buckets_anew(pool):
+    for as_they_were, at_once, later in pool.call(choosing_ranks.rebucketed):
+        assert at_once == pytest.approx(as_they_were) and later == pytest.approx(as_they_were)
+
+
+def test_ddp_as_it_is_has_no_hook(pool):
+    for found in pool.call(choosing_ranks.steps, choice=vars(Choice("", 1, 1, 25 << 20))):
+        assert not found["hooked"]
+
+
+def test_a_measured_choice_is_said_and_priced(pool):
+    one, other = pool.call(choosing_ranks.steps)
+    assert one["digest"] == other["digest"]
+    assert one["facts"].keys() == {"predicted_ddp_seconds", "predicted_step_seconds"}
+    assert one["said"] == other["said"] and "s a step" in one["said"]
+    assert not [name for name in one["kept"] if name == "comm"]
+
+
+def test_a_chosen_codec_is_that_codec(pool):
+    choice = Choice("powersgd(rank=2)", 1, 1, 25 << 20)
+    one, other = pool.call(choosing_ranks.steps, choice=vars(choice))
+    assert one["hooked"] and one["digest"] == other["digest"]
+
+
+def test_a_resumed_run_goes_on_with_its_choice_and_its_residuals(pool):
+    for found in pool.call(choosing_ranks.again):
+        assert found["whole"] == found["again"]
+        assert "residual" in found["kinds"]
+
+
+class TestAuto(FeatureSuite):
+    feature = Auto(trials=1)
+    representative = False
