@@ -49,22 +49,30 @@ def enough_memory(job: Job) -> Iterator[None]:
 
 @contextmanager
 def ended_by_signals(job: Job) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends the run after the current step; the second takes its usual course."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
+    """The first SIGINT or SIGTERM ends the run after the current step; after a SIGINT, all take their usual course.
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    SIGTERM never takes it: a batch system sends it to every process, and torchrun hands its own on, so that a worker
+    gets two or three within milliseconds. Whoever does not want to wait sends SIGKILL, as both do after a while.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    told = False
+
+    def restore(*numbers: signal.Signals) -> None:
+        for number in numbers:
+            signal.signal(number, before[number])
 
     def stop(number: int, _: object) -> None:
-        log.info("%s: ending after this step, and saving", signal.Signals(number).name)
+        nonlocal told
+        again, told = told, True
+        if again:
+            return
         job.stop()
-        restore()
+        restore(*(before if number == signal.SIGINT else (signal.SIGINT,)))
+        log.info("%s: ending after this step, and saving", signal.Signals(number).name)
 
-    for number in numbers:
+    for number in before:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        restore()
+        restore(*before)
