@@ -75,7 +75,8 @@ class Saver:
             elif each.across == "shard" or world.first:
                 shared[name] = each.state.state_dict()
         gathered = world.gather(pack(own)) if own else []
-        return pack({"format": FORMAT, "ranks": world.size, "shared": shared, "own": [unpack(one) for one in gathered]})
+        head = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
+        return pack({**head, "shared": shared, "own": [unpack(one) for one in gathered]})
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
@@ -143,7 +144,7 @@ class Saver:
         states = [own[name] for own in content["own"] if name in own]
         if states and kept.across != "own":
             return states[0]
-        if len(states) == world.size:
+        if len(states) == world.size and (not kept.merge or content.get("mesh") == [world.hosts, world.local_size]):
             return states[world.rank]
         return kept.merge(states, world.rank, world.size) if states and kept.merge else None
 
