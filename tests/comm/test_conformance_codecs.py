@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoestring.comm import Dense, PowerSGD, Quantize, Sign, TernGrad
+from shoestring.comm import DGC, Dense, PowerSGD, Quantize, RandomK, Sign, TernGrad, TopK
 from shoestring.testing import FeatureSuite
 
 
@@ -46,3 +46,31 @@ class TestTernGrad(FeatureSuite):
     exact_across_ranks = False
     representative = False
     tolerance = 0.5  # its noise is as large as the gradients of so small a batch
+
+
+class TestTopK(FeatureSuite):
+    feature = TopK(density=0.1)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5
+
+
+class TestRandomK(FeatureSuite):
+    feature = RandomK(density=0.5)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5
+
+
+class TestDGC(FeatureSuite):
+    feature = DGC(lr=0.2, density=0.2, warmup=10)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5
+
+
+class TestSelection(FeatureSuite):
+    feature = Dense(select="hypernetwork", budget_kb=3.0)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5

@@ -24,6 +24,11 @@ EXCHANGES: list[Feature] = [
     comm.Quantize(bits=4, rounding="nearest", feedback=True),
     comm.Sign(),
     comm.TernGrad(channels=2),
+    comm.TopK(density=0.2, wire="int8"),
+    comm.RandomK(density=0.3),
+    comm.DGC(lr=0.05, density=0.2),
+    comm.PowerSGD(rank=2, select="hypernetwork", budget_kb=3),
+    comm.BF16(select="knapsack", budget_kb=3),
 ]
 
 

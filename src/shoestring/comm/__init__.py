@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shoestring.comm.auto import Auto, Selective
 from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
-from shoestring.comm.per_step import BF16, Dense, Exchange, PowerSGD, Quantize, Sign, TernGrad
+from shoestring.comm.per_step import BF16, DGC, Dense, Exchange, PowerSGD, Quantize, RandomK, Sign, TernGrad, TopK
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BF16",
+    "DGC",
     "Auto",
     "Dense",
     "DiLoCo",
     "LocalSGD",
     "PowerSGD",
     "Quantize",
+    "RandomK",
     "Selective",
     "Sign",
     "SparseLoCo",
     "TernGrad",
+    "TopK",
     "attach",
 ]
 

@@ -34,13 +34,13 @@ def install(job: Job, settings: Exchange) -> None:
     """Exchange the job's gradients with the settings' codec from now on; nothing where there is one rank."""
     under_ddp = isinstance(job.model, DistributedDataParallel)
     dimensions = [each for each in (HOSTS, LOCAL) if (each in job.replicas) == under_ddp]
-    if job.world.ranks_over(dimensions) == 1:
+    if job.world.ranks_over(dimensions) == 1 and not settings.alone:
         return
     routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
     ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
     trained = {name: p for name, p in job.module.named_parameters() if p.requires_grad and name not in ignored}
     sizes = {name: _local(p).numel() * p.element_size() for name, p in trained.items()}
-    coordinator = Coordinator(routes, settings.codec(), sizes, settings.parts, job.world.device)
+    coordinator = Coordinator(routes, settings.selecting(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
         arriving = Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()})
@@ -58,6 +58,11 @@ def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = No
     """See `shoestring.comm.attach`."""
     if optimizer is not None:
         return attach_to_loop(model, optimizer, feature)
+    if Seam.OPTIM in feature.seams:
+        raise ConfigError(
+            f"`{feature.name}` is defined for an optimizer that it builds itself",
+            hint="give yours as third argument, and step with the returned job's `built_optimizer`",
+        )
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"`{feature.name}` exchanges gradients before the optimizer's step, and there is no optimizer",
@@ -72,11 +77,9 @@ def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = No
 
 def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinator) -> None:
     """Nobody keeps the models equal over these dimensions but the exchange; it comes before any clipping."""
-    group = job.world.group(dimensions)
-    assert group is not None
-    with torch.no_grad():
+    if (group := job.world.group(dimensions)) is not None:
         for tensor in [*job.model.parameters(), *job.model.buffers()]:
-            dist.broadcast(_local(tensor), group=group, group_src=0)
+            dist.broadcast(_local(tensor.detach()), group=group, group_src=0)
     job.replicas = tuple(each for each in (HOSTS, LOCAL) if each in job.replicas or each in dimensions)
     job.at(Phase.CLIP, lambda: coordinator.exchange(dict(_gradients(job.module))))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
 
-__all__ = ["BF16", "Dense", "Exchange", "PowerSGD", "Quantize", "Sign", "TernGrad"]
+__all__ = ["BF16", "DGC", "Dense", "Exchange", "PowerSGD", "Quantize", "RandomK", "Sign", "TernGrad", "TopK"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,29 @@ class Exchange(Feature):
     """Exchanges that may travel at once, each by a process group of its own."""
     torus: bool = True
     """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
+    select: Literal["all", "uniform", "knapsack", "hypernetwork"] = "all"
+    """Which parameters are sent in a step: all, or as many as `budget_kb` pays for; the others are owed."""
+    budget_kb: float = 0.0
+    """With `select`: kB that may leave a rank in a step, on average."""
 
     seams: ClassVar = (Seam.WIRE,)
+    alone: ClassVar = False
+    """Whether it does its part of the optimizer's work on one rank too, where nothing travels."""
 
     @abstractmethod
     def codec(self) -> Codec:
-        """A new codec with these settings."""
+        """A new codec with these settings, for all parameters."""
+
+    def selecting(self) -> Codec:
+        """A new codec with these settings, for those parameters that are selected."""
+        if self.select == "all":
+            return self.codec()
+        from shoestring.comm.hypernetwork import Hypernetwork
+        from shoestring.comm.knapsack import Knapsack
+        from shoestring.comm.select import Selected, Uniform
+
+        selectors = {"uniform": Uniform, "knapsack": Knapsack, "hypernetwork": Hypernetwork}
+        return Selected(self.codec, selectors[self.select](), 1e3 * self.budget_kb)
 
     @property
     def cost(self) -> str:
@@ -43,6 +60,11 @@ class Exchange(Feature):
         for name in ("parts", "channels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
+        if (self.select != "all") != (self.budget_kb > 0):
+            raise ConfigError(
+                f"`{self.name}.select` and `{self.name}.budget_kb` need each other",
+                hint="say which parameters to prefer, and how many kB a step may send",
+            )
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
             raise ConfigError(
                 f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
@@ -63,10 +85,11 @@ class Exchange(Feature):
     def explain(self, job: Job) -> str:
         world = job.world
         if world.size == 1:
-            return "off: one rank"
+            return "one rank: nothing travels" if self.alone else "off: one rank"
         by_rows = self.torus and world.hosts > 1 and world.local_size > 1
         between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
-        parts = f"in {self.parts} parts " if self.parts > 1 else ""
+        parts = f"{self.select} within {self.budget_kb:g} kB a step, " if self.select != "all" else ""
+        parts += f"in {self.parts} parts " if self.parts > 1 else ""
         return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
 
     def saving(self, trace: Trace) -> Saving | None:
@@ -216,3 +239,129 @@ class TernGrad(Exchange):
     @property
     def cost(self) -> str:
         return "gradients are noisy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Exchange):
+    """The largest entries and where they are, with error feedback (Stich et al. 2018), by one all-gather."""
+
+    density: float = 0.01
+    """The part of the entries that is sent."""
+    how: Literal["exact", "sampled", "mstopk"] = "sampled"
+    """Select exactly, by a threshold from a sample (as DGC does), or by counting passes (MSTopK)."""
+    wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "bf16"
+    """What values travel as; what rounding takes from them is owed."""
+    per_layer: bool = False
+    """Select in each parameter, instead of in all together."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        check_density(self.name, self.density)
+
+    def codec(self) -> Codec:
+        from shoestring.comm.topk import TopK
+
+        return TopK(self.density, how=self.how, wire=self.wire, per_layer=self.per_layer)
+
+    @property
+    def cost(self) -> str:
+        return f"{self.density:.2g} of the entries are sent; the others are added later"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Exchange):
+    """Random entries, the same on all ranks, with error feedback: no indices travel, and a ring can add them up."""
+
+    density: float = 0.05
+    """The part of the entries that is sent."""
+    block: int = 16
+    """Neighbours that are drawn together."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What values travel as."""
+    feedback: bool = True
+    """Add what was not sent later; without it, what is sent is scaled up, which is right on average and noisy."""
+    seed: int = 0
+    """Of the draws."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        check_density(self.name, self.density)
+
+    def codec(self) -> Codec:
+        import torch
+
+        from shoestring.comm.randomk import RandomK
+
+        dtype = torch.bfloat16 if self.wire == "bf16" else torch.float32
+        return RandomK(self.density, block=self.block, dtype=dtype, feedback=self.feedback, seed=self.seed)
+
+    @property
+    def cost(self) -> str:
+        return f"{self.density:.2g} of the entries are sent; the others are added later"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC(Exchange):
+    """Deep Gradient Compression (Lin et al. 2018): the largest entries of each rank's own momentum. Builds the SGD."""
+
+    lr: float = 0.1
+    """Learning rate of its SGD."""
+    weight_decay: float = 0.0
+    """Of its SGD."""
+    momentum: float = 0.9
+    """Of the velocity that is accumulated before it is sent."""
+    nesterov: bool = False
+    """Nesterov's form of it."""
+    density: float = 0.001
+    """The part of the entries that is sent, after the warm-up."""
+    warmup: int = 0
+    """Steps over which the density falls to that, in five stages."""
+    clip: float = 0.0
+    """Of the gradients' norm; each of N ranks clips at this over the root of N. 0 does not clip."""
+    how: Literal["exact", "sampled", "mstopk"] = "sampled"
+    """As for `comm.topk`."""
+    wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "fp32"
+    """What values travel as."""
+
+    seams: ClassVar = (Seam.WIRE, Seam.OPTIM)
+    alone: ClassVar = True
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        check_density(self.name, self.density)
+        if self.select != "all":
+            raise ConfigError(
+                f"`{self.name}` accumulates momentum, which cannot wait for `select`", hint="use [comm.topk]"
+            )
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        if seam is Seam.WIRE:
+            super().apply(job, seam)
+            return
+        from functools import partial
+
+        from torch.optim import SGD
+
+        job.optimizer = partial(SGD, lr=self.lr, weight_decay=self.weight_decay)
+
+    def codec(self) -> Codec:
+        from shoestring.comm.dgc import DGC
+
+        return DGC(
+            self.density,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            clip=self.clip or None,
+            warmup=self.warmup,
+            how=self.how,
+            wire=self.wire,
+        )
+
+    @property
+    def cost(self) -> str:
+        return f"{self.density:.2g} of the entries are sent; the others are added later"
+
+
+def check_density(name: str, density: float) -> None:
+    if not 0 < density <= 1:
+        raise ConfigError(f"`{name}.density` must be above 0 and at most 1, got {density}")

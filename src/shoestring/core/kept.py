@@ -41,8 +41,9 @@ class Progress:
 
 def _options(state: dict[str, Any]) -> StateDictOptions:
     """Whole tensors are distributed on loading; DTensors go where they lie."""
-    sharded = any(isinstance(value, DTensor) for value in state.values())
-    return StateDictOptions(full_state_dict=not sharded)
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+    return StateDictOptions(full_state_dict=bool(tensors) and not sharded)
 
 
 class ModelState:
