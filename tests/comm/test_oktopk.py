@@ -119,3 +119,12 @@ def test_bytes(ranks):
     assert sent < 0.6 * 4 * 6 * k * (ranks - 1) / ranks
     values = 4 * 2.25 * k * (ranks - 1) / ranks
     assert values < sent < values * 1.5
+
+
+def test_what_a_message_has_no_room_for_is_the_least():
+    """All three selected entries are in the first region, and room is for two."""
+    grads = [{"w": torch.tensor([5.0, 7, 6, 0, 0, 1])} for _ in range(2)]
+    codecs = [OkTopK(0.5, slack=1.0) for _ in grads]
+    rehearse(codecs, grads)
+    assert grads[0]["w"].tolist() == [0, 7, 6, 0, 0, 0]
+    assert codecs[0].state["residual"]["w"].tolist() == [5, 0, 0, 0, 0, 1]
