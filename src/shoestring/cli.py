@@ -67,6 +67,41 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Predict a run's step under each exchange of gradients from a short trial, and write a run file with the best."""
+
+    source: Positional[str]
+    """A run file, a run folder, or the name of a recipe. [comm.auto] says which codecs may be chosen."""
+    workers: Workers = "auto"
+    """Processes on this host; under torchrun, its own."""
+    out: Path | None = None
+    """Where to write the run file with the choice; plan.toml beside the run file where nothing is said."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides)
+        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        if workers > 1:
+            from shoestring.launch import launch
+
+            given = ["--out", str(self.out)] if self.out else []
+            return launch(["plan", self.source, *given, *overrides], workers)
+        from shoestring.joining import join
+        from shoestring.planner import beside, described, plan, write
+
+        with join(timeout=resolved.settings.timeout) as world:
+            _quiet(world.first)
+            out = self.out or beside(self.source)
+            planned = plan(resolved, world)
+            world.decide(lambda: write(planned, out))
+            if world.first:
+                print("\n".join(described(planned, world)))
+                print(f"written to {out}; start it with: shoestring train {out}")
+        return 0
+
+
+@dataclass(frozen=True)
 class Generate:
     """Continue a prompt with a trained model, token by token."""
 
@@ -193,7 +228,7 @@ class Lab:
         return 0
 
 
-VERBS = {"train": Train, "check": Check, "generate": Generate, "probe": Probe, "compare": Compare}
+VERBS = {"train": Train, "check": Check, "plan": Plan, "generate": Generate, "probe": Probe, "compare": Compare}
 VERBS |= {"report": Report, "lab": Lab}
 
 
@@ -217,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return_unknown_args=True,
             config=(OmitArgPrefixes,),
         )
-        if rest and not isinstance(verb, Train | Check):
+        if rest and not isinstance(verb, Train | Check | Plan):
             raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
         return verb(behind if isinstance(verb, Lab) else rest)
     except ShoestringError as error:

@@ -48,8 +48,8 @@ def train(run: Run, world: World) -> ending.Result:
             stack.callback(folder.release, path)
         data = feed(run, world, path)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
-        job = stack.enter_context(_job(run, world, data, trace))
-        loader = _loader(run, world, data)
+        job = stack.enter_context(made(run, world, data, trace))
+        loader = loader_of(run, world, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
@@ -65,7 +65,8 @@ def train(run: Run, world: World) -> ending.Result:
             return ending.close(job, run, data, path, seconds, meter)
 
 
-def _job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
+def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
+    """The run's job, composed; random numbers are drawn from the run's seed on from here."""
     settings = run.settings
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -81,7 +82,8 @@ def _job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
     return job
 
 
-def _loader(run: Run, world: World, data: Feed) -> Loader:
+def loader_of(run: Run, world: World, data: Feed) -> Loader:
+    """This rank's share of the run's batches."""
     return Loader(
         data.train,
         batch=run.settings.batch,

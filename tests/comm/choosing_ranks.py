@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from typing import Any
 
 import torch
 
 from shoestring import comm, parallel
+from shoestring.comm.choosing import rebucket
 from shoestring.comm.deciding import Choice
 from shoestring.comm.trial import Trial
-from shoestring.core._torch import rebucket
 from shoestring.core.job import Job, compose
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
@@ -20,7 +21,8 @@ from shoestring.testing.scenarios import here
 def made(allow: tuple[str, ...] = ()) -> Job:
     torch.manual_seed(0)
     features = [parallel.DDP(), comm.Auto(allow=allow, trials=1)]
-    return compose(Job(jobs.tiny(0.1), optimizer=torch.optim.SGD, world=here()), features)
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return compose(Job(jobs.tiny(0.1), optimizer=optimizer, world=here()), features)
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.comm.attached import install
 from shoestring.comm.auto import Auto
-from shoestring.comm.deciding import Choice, decided
+from shoestring.comm.deciding import Choice, Evidence, decided
 from shoestring.comm.probing import settle
 from shoestring.comm.trial import Trial
-from shoestring.core._torch import rebucket
 from shoestring.core.feature import Phase
 from shoestring.core.job import Batch, Job, Output
 from shoestring.core.plan import Plan
@@ -40,6 +39,7 @@ class Chooser:
         self.job, self.settings = job, settings
         self.choice: Choice | None = None
         self.plan: Plan | None = None
+        self.evidence: Evidence | None = None
         self.inner: Any = None  # what the exchange itself keeps
         self.times: list[float] = []
         self.forwards = 0
@@ -62,7 +62,7 @@ class Chooser:
 
     def _first(self, model: nn.Module, batch: Batch) -> Output:
         if self.choice is None and torch.is_grad_enabled() and model.training:
-            evidence = Trial(self.job, self.settings, self.forward, batch).evidence()
+            evidence = self.evidence = Trial(self.job, self.settings, self.forward, batch).evidence()
             plan, choice = self.job.world.decide(lambda: [asdict(each) for each in decided(evidence)])
             self.plan = Plan(**plan)
             self.adopt(Choice.of(choice))
@@ -131,3 +131,13 @@ class Chooser:
         saved = json.loads(state["choice"])
         if saved and self.choice is None:
             self.adopt(Choice.of(saved))
+
+
+def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
+    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
+    model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
+    if "_bucket_config" in vars(model):  # since torch 2.13
+        model._bucket_config = replace(model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=nbytes)
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)

@@ -138,7 +138,7 @@ def decided(evidence: Evidence) -> tuple[Plan, Choice]:
     )
     choice = choices[plan.choice]
     for better, seconds in selective(choice, evidence, costs, trace, cluster):
-        if seconds <= plan.seconds * (1 + MARGIN / 10):
+        if seconds <= plan.seconds * (1 + MARGIN / 2):
             return replace(plan, choice=str(better), predicted=plan.predicted | {str(better): seconds}), better
     return plan, choice
 

@@ -34,11 +34,11 @@ class Plan:
 
 def choose(candidates: Mapping[str, Priced], trace: Trace, cluster: Cluster, *, margin: float) -> Plan:
     """The first candidate, unless another one is faster by more than `margin` of its time; then the fastest of all,
-    or one before it whose time is within a tenth of the margin."""
+    or one before it whose time is within half of the margin."""
     predicted = {name: makespan(each.predict(trace, cluster)) for name, each in candidates.items()}
     first, best = next(iter(predicted)), min(predicted, key=predicted.__getitem__)
     if predicted[best] >= predicted[first] * (1 - margin):
         return Plan(first, f"nothing else is more than {margin:.0%} faster", predicted)
-    close = next(name for name, seconds in predicted.items() if seconds <= predicted[best] * (1 + margin / 10))
+    close = next(name for name, seconds in predicted.items() if seconds <= predicted[best] * (1 + margin / 2))
     gain = predicted[first] / predicted[close]
     return Plan(close, f"{gain:.2f}x as fast as {first}", predicted)
