@@ -48,7 +48,7 @@ class ChunkedTopK(Codec):
         foreach_add_(parts, [tensor.float() for tensor in tensors])
 
         within = torch.arange(CHUNK, device=M.device) < lengths[:, None]
-        indices = M.abs().masked_fill_(~within, -1).topk(self.k, sorted=False).indices.sort().values
+        indices = M.abs().topk(self.k, sorted=False).indices.sort().values
         codes, levels = quantized(M.gather(1, indices), within.gather(1, indices))
         theirs = yield [Gather(encode_indices(indices, CHUNK)), Gather(pack(codes, 2)), Gather(levels)]
 
