@@ -59,9 +59,17 @@ class Flat(Codec):
         kept = self.keep(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
         if whole is None or any(mine is not part for mine, part in zip(kept, parts, strict=True)):
+            self._forget(kind, grads)
             whole = flattened(kept)
             self.replace(kind, grads, whole)
         return whole
+
+    def _forget(self, kind: str, grads: Grads) -> None:
+        """Free what served these parameters in other company."""
+        for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
+            del self._flats[key]
+        for key in [key for key in list(self._rooms) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
+            del self._rooms[key]
 
     def replace(self, kind: str, grads: Grads, whole: Tensor) -> None:
         """Make `whole` the kept state."""
