@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoestring.comm import DGC, Dense, PowerSGD, Quantize, RandomK, Sign, TernGrad, TopK
+from shoestring.comm import DGC, Dense, OkTopK, PowerSGD, Quantize, RandomK, Sign, TernGrad, TopK
 from shoestring.testing import FeatureSuite
 
 
@@ -71,6 +71,13 @@ class TestDGC(FeatureSuite):
 
 class TestSelection(FeatureSuite):
     feature = Dense(select="hypernetwork", budget_kb=3.0)
+    exact_across_ranks = False
+    representative = False
+    tolerance = 0.5
+
+
+class TestOkTopK(FeatureSuite):
+    feature = OkTopK(density=0.1)
     exact_across_ranks = False
     representative = False
     tolerance = 0.5

@@ -25,6 +25,7 @@ EXCHANGES: list[Feature] = [
     comm.Sign(),
     comm.TernGrad(channels=2),
     comm.TopK(density=0.2, wire="int8"),
+    comm.OkTopK(density=0.2),
     comm.RandomK(density=0.3),
     comm.DGC(lr=0.05, density=0.2),
     comm.PowerSGD(rank=2, select="hypernetwork", budget_kb=3),

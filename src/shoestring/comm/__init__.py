@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING
 
 from shoestring.comm.auto import Auto, Selective
 from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
-from shoestring.comm.per_step import BF16, DGC, Dense, Exchange, PowerSGD, Quantize, RandomK, Sign, TernGrad, TopK
+from shoestring.comm.per_step import (
+    BF16,
+    DGC,
+    Dense,
+    Exchange,
+    OkTopK,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    Sign,
+    TernGrad,
+    TopK,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +33,7 @@ __all__ = [
     "Dense",
     "DiLoCo",
     "LocalSGD",
+    "OkTopK",
     "PowerSGD",
     "Quantize",
     "RandomK",

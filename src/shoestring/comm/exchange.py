@@ -1,0 +1,104 @@
+"""What all exchanges of gradients at every step have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+
+if TYPE_CHECKING:
+    from shoestring.comm.codec import Codec
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Feature):
+    """An exchange of gradients at every step: a codec, and how its messages are cut and routed."""
+
+    parts: int = 2
+    """Exchanges a step; the first ones travel while the backward pass still computes."""
+    channels: int = 1
+    """Exchanges that may travel at once, each by a process group of its own."""
+    torus: bool = True
+    """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
+    select: Literal["all", "uniform", "knapsack", "hypernetwork"] = "all"
+    """Which parameters are sent in a step: all, or as many as `budget_kb` pays for; the others are owed."""
+    budget_kb: float = 0.0
+    """With `select`: kB that may leave a rank in a step, on average."""
+
+    seams: ClassVar = (Seam.WIRE,)
+    alone: ClassVar = False
+    """Whether it does its part of the optimizer's work on one rank too, where nothing travels."""
+
+    @abstractmethod
+    def codec(self) -> Codec:
+        """A new codec with these settings, for all parameters."""
+
+    def selecting(self) -> Codec:
+        """A new codec with these settings, for those parameters that are selected."""
+        if self.select == "all":
+            return self.codec()
+        from shoestring.comm.hypernetwork import Hypernetwork
+        from shoestring.comm.knapsack import Knapsack
+        from shoestring.comm.select import Selected, Uniform
+
+        selectors = {"uniform": Uniform, "knapsack": Knapsack, "hypernetwork": Hypernetwork}
+        return Selected(self.codec, selectors[self.select](), 1e3 * self.budget_kb)
+
+    @property
+    def cost(self) -> str:
+        """What the saving costs, in words."""
+        return "gradients are approximate; what is left out is added later"
+
+    def check(self, job: Job) -> None:
+        for name in ("parts", "channels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
+        if (self.select != "all") != (self.budget_kb > 0):
+            raise ConfigError(
+                f"`{self.name}.select` and `{self.name}.budget_kb` need each other",
+                hint="say which parameters to prefer, and how many kB a step may send",
+            )
+        if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
+            raise ConfigError(
+                f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
+            )
+
+        sharded = {each for feature in job.features if feature.engine == "fsdp" for each in feature.over}
+        if job.world.size > 1 and sharded >= {HOSTS, LOCAL}:
+            raise ConfigError(
+                f"`{self.name}` has nothing to exchange: the model is sharded over all ranks",
+                hint='shard inside hosts only, with parallel.fsdp.hosts = "leave"',
+            )
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.comm.attached import install
+
+        install(job, self)
+
+    def explain(self, job: Job) -> str:
+        world = job.world
+        if world.size == 1:
+            return "one rank: nothing travels" if self.alone else "off: one rank"
+        by_rows = self.torus and world.hosts > 1 and world.local_size > 1
+        between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
+        parts = f"{self.select} within {self.budget_kb:g} kB a step, " if self.select != "all" else ""
+        parts += f"in {self.parts} parts " if self.parts > 1 else ""
+        return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
+
+    def saving(self, trace: Trace) -> Saving | None:
+        facts = trace.facts
+        if not facts.get("wire_steps"):
+            return None
+        exposed = facts["wire_exposed"] / facts["wire_steps"]
+        return Saving(
+            unit="MB sent a rank and step",
+            used=facts["wire_bytes"] / facts["wire_steps"] / 1e6,
+            without=facts["wire_without"] / 1e6,
+            measured=True,
+            cost=f"{self.cost}; {1e3 * exposed:.0f} ms a step that nothing hid",
+        )
