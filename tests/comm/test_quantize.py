@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.comm.codec import Grads, Turn
-from shoestring.comm.quantize import Quantize, add_noise_, in_buckets, pack, unpack
+from shoestring.comm.quantize import Quantize, add_noise_, in_buckets
 from shoestring.comm.rehearsal import rehearse
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
@@ -27,16 +27,6 @@ def gradients(seed: int, ranks: int = RANKS, dtype: torch.dtype = torch.float32)
 
 def mean(grads: list[Grads]) -> Grads:
     return {name: torch.stack([each[name].float() for each in grads]).mean(0) for name in grads[0]}
-
-
-@given(bits=st.sampled_from([1, 2, 4, 8]), rows=st.integers(1, 3), count=st.integers(1, 40), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
-def test_packing_is_exact_and_dense(bits, rows, count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(2**bits, (rows, count), dtype=torch.uint8, generator=generator)
-    packed = pack(codes, bits)
-    assert packed.shape == (rows, math.ceil(count * bits / 8))
-    assert torch.equal(unpack(packed, bits, count), codes)
 
 
 def test_a_bucket_never_crosses_parameters():
@@ -64,7 +54,7 @@ def test_stochastic_rounding_is_unbiased(bits):
         second += error**2 / trials
     # An entry just beside a level is hardly ever rounded to the next one: the error is known no better than this.
     least = 0.05 * max(float(each["matrix"].abs().max()) for each in gradients(0)) / (2 ** (bits - 1) - 1)
-    z = first / ((second - first**2).sqrt().clamp(min=least) / trials**0.5)
+    z = first / ((second - first**2).clamp(min=least**2).sqrt() / trials**0.5)
     assert z.abs().max() < 5
     assert abs(float(z.mean())) < 5 / z.numel() ** 0.5  # all entries together: a bias common to them
 

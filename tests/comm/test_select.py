@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.comm.codec import Grads, Turn
+from shoestring.comm.codec import Grads, Make, Turn
 from shoestring.comm.dense import Dense
 from shoestring.comm.hypernetwork import Hypernetwork, forward, log2, probability, product
 from shoestring.comm.knapsack import Knapsack, best, exact
@@ -43,7 +44,7 @@ def mean(tensors) -> torch.Tensor:
     return torch.stack(list(tensors)).mean(0)
 
 
-def made(selector: type[Selector], make=Dense, budget: float = 0, ranks: int = RANKS) -> list[Selected]:
+def made(selector: type[Selector], make: Make = Dense, budget: float = 0, ranks: int = RANKS) -> list[Selected]:
     whole = sum(price_of(make, name, torch.zeros(shape), RANKS) for name, shape in SHAPES.items())
     return [Selected(make, selector(), budget or 0.4 * whole + TELLING) for _ in range(ranks)]
 
@@ -156,6 +157,7 @@ def test_merged_conserves_and_goes_on(selector):
         grads = gradients(step, ranks=2)
         expected = {name: mean(each[name] for each in grads) + owed(fewer, name) for name in SHAPES}
         rehearse(fewer, grads, step)
+        assert step > 6 or not fewer[0].state["unsent"]  # prices are not known yet: everything is sent
         for name in SHAPES:
             torch.testing.assert_close(grads[0][name] + owed(fewer, name), expected[name], rtol=1e-4, atol=1e-3)
 
@@ -259,6 +261,11 @@ def test_greedy_knapsack_reaches_half_of_the_optimum(items, allowance):
     assert 2 * u[chosen].sum() >= u[exact(u, price, allowance)].sum()
 
 
+def test_greedy_knapsack_takes_the_single_layer_that_outweighs_the_rest():
+    price, u = np.array([100.0, *[1.0] * 15]), np.array([100.0, *[2.0] * 15])
+    assert best(u, layers(price, 100)) == [0]
+
+
 def test_knapsack_prefers_what_is_owed_most_for_its_bytes():
     known = layers([10, 10, 10, 10], 20, gradient=[1, 4, 1, 3], owed=[1, 1, 9, 9], waited=[0, 0, 2, 0])
     assert set(Knapsack().choose(known, {})[0]) == {1, 2}  # what layer 3 was owed has been sent
@@ -296,6 +303,18 @@ def test_the_hypernetwork_learns_which_layers_matter():
     assert matter > 1.5 * max(counts.values())
     assert learnt < 0.8 * uniform
     assert learnt < knapsack  # which takes noise for something that is owed
+
+
+@pytest.mark.parametrize(("saved", "chosen"), [(0, set()), (6, {0})])
+def test_the_hypernetwork_goes_on_saving_for_what_it_began_to_save_for(saved, chosen):
+    """Layer 0 costs more than a budget of 10."""
+    known = replace(layers([15, 4, 4, 4], 10, entries=np.ones(4)), allowance=10.0 + saved)
+    notes = {
+        name: torch.from_numpy(value) for name, value in (Hypernetwork()._start() | {"saving": np.array(0)}).items()
+    }
+    sent, notes = Hypernetwork().choose(known, notes)
+    assert set(sent) == chosen
+    assert (int(notes["saving"]) == 0) == (not chosen)
 
 
 def test_the_hypernetwork_climbs_the_gradient_of_its_objective():

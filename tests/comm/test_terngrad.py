@@ -89,20 +89,22 @@ def test_replicas_are_equal_bit_by_bit(owners, dtype):
             assert all(torch.equal(grads[0][name], each[name]) for each in grads)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 130])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_sums_at_owners_are_the_sums_everywhere(ranks):
-    """130 ranks: sums of their levels do not fit a byte."""
-    here, there = gradients(3, ranks), gradients(3, ranks)
+    here, there = ([{"bias": each["bias"]} for each in gradients(3, ranks)] for _ in range(2))
     rehearse([TernGrad() for _ in range(ranks)], here)
     rehearse([TernGrad(owners=True) for _ in range(ranks)], there)
-    assert torch.equal(here[0]["matrix"], there[0]["matrix"])
-
-    same = [{"x": torch.ones(7)} for _ in range(ranks)]
-    rehearse([TernGrad(owners=True) for _ in range(ranks)], same)
-    torch.testing.assert_close(same[0]["x"], torch.ones(7))
+    assert torch.equal(here[0]["bias"], there[0]["bias"])
 
 
-@pytest.mark.parametrize(("ranks", "owners", "bits"), [(4, False, None), (4, True, 4), (8, True, 8)])
+def test_sums_of_many_ranks_do_not_overflow():
+    """130 ranks that all send their largest level: the sum is 260."""
+    grads = [{"x": torch.ones(7)} for _ in range(130)]
+    rehearse([TernGrad(owners=True) for _ in grads], grads)
+    torch.testing.assert_close(grads[0]["x"], torch.ones(7))
+
+
+@pytest.mark.parametrize(("ranks", "owners", "bits"), [(4, False, None), (4, True, 4), (8, True, 5)])
 def test_bytes(ranks, owners, bits):
     n = ranks * 1024
     codecs = [TernGrad(owners=owners) for _ in range(ranks)]

@@ -60,7 +60,7 @@ class Hypernetwork(Selector):
             net |= self._learnt(net, layers)
         p = probability(forward(net, X)[1])
         spent = float((p * layers.price).sum()) / layers.budget
-        net["price"] = net["price"] * min(max(1 + 0.1 * (spent - 1), 0.8), 1.25)
+        net["price"] = np.maximum(net["price"] * min(max(0.9 + 0.1 * spent, 0.8), 1.25), 1e-6)
         earlier = net["recent"][-1:] if net["recent"].shape[1:] == X.shape else X[None]
         net["recent"] = np.concatenate([earlier, X[None]])
         draws = np.random.default_rng((self.seed, layers.step)).random(len(p))

@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.comm.bits import pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Swap, Turn
 from shoestring.core._torch import foreach_add_, foreach_copy_
 
@@ -142,22 +142,3 @@ def add_noise_(q: Tensor, noise: torch.Generator) -> None:
     drawn = torch.empty(-(-q.numel() // 4), dtype=torch.int64, device=q.device)
     drawn.random_(-(2**63), None, generator=noise)
     q.add_(drawn.view(torch.int16)[: q.numel()].view(q.shape), alpha=2.0**-16).add_(2.0**-17)
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Bytes (rows, ceil(n x bits / 8)) of uint8 codes (rows, n) below 2^bits, for 1, 2, 4 or 8 bits."""
-    per = 8 // bits
-    planes = F.pad(codes, (0, -codes.shape[1] % per)).unflatten(1, (per, -1))
-    packed = planes[:, 0].clone()
-    for plane in range(1, per):
-        packed |= planes[:, plane] << plane * bits
-    return packed
-
-
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (rows, count)."""
-    per = 8 // bits
-    planes = packed.new_empty(len(packed), per, packed.shape[1])
-    for plane in range(per):
-        torch.bitwise_and(packed >> plane * bits, 2**bits - 1, out=planes[:, plane])
-    return planes.flatten(1)[:, :count]

@@ -175,8 +175,8 @@ class Selected(Codec):
         zero = torch.zeros((), device=next(iter(grads.values())).device)
         rows = [
             torch.stack([
-                torch.linalg.vector_norm(grad, dtype=torch.float32),
-                torch.linalg.vector_norm(M[name], dtype=torch.float32),
+                torch.linalg.vector_norm(grad.float()),
+                torch.linalg.vector_norm(M[name].float()),
                 torch.dot(grad.reshape(-1).float(), before[name].reshape(-1).float()) if name in before else zero,
             ])
             for name, grad in grads.items()

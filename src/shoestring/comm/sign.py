@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoestring.comm.quantize import OwnerReduced, pack, unpack
+from shoestring.comm.bits import pack, unpack
+from shoestring.comm.quantize import OwnerReduced
 
 
 class Sign(OwnerReduced):

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.comm.bits import pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Request, Swap, Turn
 from shoestring.comm.dense import flattened, spread, views
-from shoestring.comm.quantize import add_noise_, generator, pack, unpack
+from shoestring.comm.quantize import add_noise_, generator
 from shoestring.core._torch import foreach_mul_
 
 
@@ -23,7 +24,7 @@ class TernGrad(Codec):
     Args:
         clip: in standard deviations, about zero and not about the mean: a tensor of equal entries is not clipped away.
         owners: sum at owners and gather the sums, exactly: a third stage, but bytes that do not grow with the ranks.
-            They are fewer from four ranks on.
+            They are fewer from three ranks on.
     """
 
     def __init__(self, *, clip: float = 2.5, owners: bool = False, seed: int = 0) -> None:
@@ -72,9 +73,9 @@ def _at_owners(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[
     rows = F.pad(levels, (0, -len(levels) % ranks)).view(ranks, -1)
     (theirs,) = yield [Swap(pack(rows, 2))]
     part = unpack(theirs, 2, rows.shape[1]).sum(0, dtype=_counter(ranks))
-    bits = max(4, (2 * ranks).bit_length())
-    (sums,) = yield [Gather(pack(part[None], bits)[0] if bits <= 8 else part)]
-    return (unpack(sums, bits, rows.shape[1]) if bits <= 8 else sums).flatten()[: len(levels)]
+    bits = (2 * ranks).bit_length()
+    (sums,) = yield [Gather(pack(part[None], bits)[0])]
+    return unpack(sums, bits, rows.shape[1]).flatten()[: len(levels)]
 
 
 def _counter(ranks: int) -> torch.dtype:
