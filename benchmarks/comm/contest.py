@@ -1,4 +1,4 @@
-"""Who is ahead: learning rates and settings chosen on a seed of their own, curves on fresh ones, times on slow links."""
+"""Who is ahead: settings chosen on a seed of their own, curves on fresh seeds, times on slow links."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from benchmarks.comm.methods import Method
 from benchmarks.comm.spec import Spec
 from shoestring import comm
 from shoestring.comm.wire import Wire
-from shoestring.core.job import Job, attach
+from shoestring.core.job import Job, attach, call_model
 from shoestring.core.world import World
 from shoestring.models.gpt import GPT
 
@@ -51,8 +51,11 @@ class Contestant:
         """One step on the next batch: the loss on this rank's part, before it."""
         self._warm_up()
         batch = next(self.batches)
-        loss = mean_loss(self.model, batch)
+        output = call_model(self.model, batch) if self.job is None else self.job.forward(self.model, batch)
+        loss = F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten())
         loss.backward()
+        if self.method.kind == "sync":
+            dist.barrier()
         if self.epfml is not None:
             self.epfml.step(self.optimizer, CLIP)
         else:
@@ -65,7 +68,8 @@ class Contestant:
     def held_out(self) -> float:
         """The loss over all ranks' held-out sequences, nats a token."""
         with torch.no_grad():
-            loss = mean_loss(self.module, self.examples).double()
+            output = self.module(self.examples["inputs"])
+            loss = F.cross_entropy(output.flatten(0, 1), self.examples["targets"].flatten()).double()
         dist.all_reduce(loss)
         return float(loss) / self.world.size
 
@@ -116,10 +120,6 @@ def adamw(module: GPT, lr: float) -> Optimizer:
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-
-def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.comm.contest import LOCAL, PER_STEP, RATES, Contest, Family, Figure
-from benchmarks.comm.curves import final, steps_to
+from benchmarks.comm.contest import LOCAL, PER_STEP, Contest, Family, Figure
+from benchmarks.comm.curves import WINDOW, final, steps_to
+from benchmarks.comm.setting import RANKS
 from benchmarks.comm.spec import Spec
 from benchmarks.harness import Bar, Deadline, Measured
 
@@ -21,9 +22,9 @@ def described(contest: Contest) -> str:
     sizes, setting = contest.sizes, contest.sizes.setting
     parameters = sum(parameter.numel() for parameter in setting.model(0).parameters())
     return (
-        f"{parameters / 1e6:.2f} M parameters, {setting.batch} sequences of {setting.sequence} tokens a step on 4 ranks; "
-        f"target is DDP's loss at step {sizes.steps}, warm-up then constant rates, held-out curves smoothed over 5 looks "
-        f"{sizes.look} steps apart; settings chosen on seed {sizes.tuning_seed}"
+        f"{parameters / 1e6:.2f} M parameters, {setting.batch} x {setting.sequence} tokens a step on {RANKS} ranks; "
+        f"target: DDP's loss at step {sizes.steps}; constant rates after a warm-up; held-out curves smoothed over "
+        f"{WINDOW} looks, {sizes.look} steps apart; settings chosen on seed {sizes.tuning_seed}"
     )
 
 
@@ -104,9 +105,8 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
             )
         )
     for name, theirs in (("ours", False), ("peer", True)):
-        what = f"a whole run of {'the best peer' if theirs else 'ours'} at 10 Mbit/s: seconds off the computed, in parts"
+        what = (
+            f"a whole run of {'the best peer' if theirs else 'ours'} at 10 Mbit/s: seconds off the computed, in parts"
+        )
         bars.append(Bar(f"comm.whole-{name}", what, "<=", 0.05, measure=partial(whole, ask, theirs), seeds=seeds[:1]))
     return bars
-
-
-__all__ = ["RATES", "ahead", "ours", "rows", "whole"]

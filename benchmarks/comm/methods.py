@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Kind = Literal["none", "ddp", "bf16", "torch", "epfml", "ours", "torch in ours"]
+Kind = Literal["none", "sync", "ddp", "bf16", "torch", "epfml", "ours", "torch in ours"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class Method:
 def ours(name: str, feature: str, *, lr: float = 3e-3, bucket_mb: float = 25.0, **settings: Any) -> Method:
     """A codec of ours at every step, under DDP."""
     period = 2 if settings.get("alternate") else 1
-    return Method(
-        name=name, kind="ours", feature=feature, settings=settings, lr=lr, bucket_mb=bucket_mb, period=period
-    )
+    return Method(name=name, kind="ours", feature=feature, settings=settings, lr=lr, bucket_mb=bucket_mb, period=period)
 
 
 def local(name: str, feature: str, *, lr: float = 3e-3, **settings: Any) -> Method:
@@ -55,6 +53,7 @@ def local(name: str, feature: str, *, lr: float = 3e-3, **settings: Any) -> Meth
 
 
 NONE = Method(name="no communication", kind="none", ddp=False)
+SYNC = Method(name="barrier a step", kind="sync", ddp=False)
 DDP = Method(name="DDP fp32", kind="ddp")
 BF16 = Method(name="DDP bf16 hook", kind="bf16")
 TORCH = Method(name="torch PowerSGD", kind="torch", settings={"rank": 4}, bucket_mb=1000)

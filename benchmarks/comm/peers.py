@@ -3,6 +3,8 @@
 # Without postponed annotations: torch compares those of a hook with its own types.
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,9 @@ def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.T
     """torch's bf16_compress_hook, line by line but for its check that NCCL is there."""
     buffer = bucket.buffer()
     small = buffer.to(torch.bfloat16).div_(dist.get_world_size())
-    future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+    work = dist.all_reduce(small, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def torch_powersgd(model: DistributedDataParallel, rank: int, start: int) -> None:
@@ -41,13 +44,12 @@ class Epfml:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], rank: int, iterations: int) -> None:
-        from powersgd import Config, PowerSGD
-
-        config = Config(
+        package: Any = import_module("powersgd")
+        config = package.Config(
             rank=rank, min_compression_rate=2, num_iters_per_step=iterations, start_compressing_after_num_steps=0
         )
         self.parameters = list(parameters)
-        self.aggregator = PowerSGD(self.parameters, config=config)
+        self.aggregator = package.PowerSGD(self.parameters, config=config)
 
     def step(self, optimizer: Optimizer, clip: float) -> None:
         """What the package's optimizer_step does: its residuals stay behind as gradients, and are added to."""
@@ -73,7 +75,7 @@ class TorchArithmetic(PowerSGD):
         whole = [grad for name, grad in grads.items() if name not in low]
         basis = [self._matrix(name, grad).basis for name, grad in low.items()]
         M = [grad + self.kept("residual", name, grad) for name, grad in low.items()]
-        for each, Q in zip(M, basis, strict=True):
+        for Q in basis:
             Q.copy_(torch.linalg.qr(Q)[0])
         P = [each @ Q for each, Q in zip(M, basis, strict=True)]
         yield from averaged(P, whole)

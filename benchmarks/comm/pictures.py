@@ -70,9 +70,7 @@ def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: 
     for index, (name, x, y) in enumerate(lines):
         colour, style, marker = STYLES[index % len(STYLES)]
         keep = x > 0
-        axes.plot(
-            x[keep], y[keep], color=colour, linestyle=style, marker=marker, markersize=4, markevery=3, label=name
-        )
+        axes.plot(x[keep], y[keep], color=colour, linestyle=style, marker=marker, markersize=4, markevery=3, label=name)
     if log:
         axes.set_xscale("log")
     axes.set(xlabel=axis, ylabel="held-out loss, nats a token", title=title)

@@ -35,6 +35,8 @@ class Spec:
     horizon: int = 0
     """Steps of the whole run, where a method wants to know."""
     setting: Setting = field(default_factory=Setting)
+    timeout: float = 6 * 3600.0
+    """Seconds after which the launch has failed."""
     trial: int = 0
     """Number of a repetition."""
 

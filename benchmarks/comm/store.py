@@ -40,12 +40,20 @@ class Store:
 
     def get(self, spec: Spec) -> dict[str, Any]:
         """The result of a launch, which is made now if it was not before."""
-        path = self.path(spec)
+
+        def make() -> dict[str, Any]:
+            spec.setting.corpus(self.folder / TOKENS)
+            return launch(spec, self.folder / f"run-{spec.key}")
+
+        return self.kept(spec.key, make)
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What is stored under a name; made, and stored, where nothing is."""
+        path = self.folder / f"{name}.json"
         if not path.exists():
             self.check()
-            spec.setting.corpus(self.folder / TOKENS)
             fresh = path.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(launch(spec, self.folder / f"run-{spec.key}"), indent=1))
+            fresh.write_text(json.dumps(make(), indent=1))
             fresh.replace(path)
         return json.loads(path.read_text())
 
@@ -61,7 +69,7 @@ def launch(spec: Spec, folder: Path) -> dict[str, Any]:
         worker = ["-m", "benchmarks.comm.worker", str(folder / "spec.json"), str(folder)]
         job = lab.torchrun(worker, env=environment())
         began = started(lab, job, spec, folder)
-        job.check(timeout=24 * 3600.0)
+        job.check(timeout=spec.timeout)
         wall = time.monotonic() - began
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     shutil.rmtree(folder)

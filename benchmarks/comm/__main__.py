@@ -1,0 +1,72 @@
+"""The command line of comm's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks import comm
+from benchmarks.comm import added, auto, efficiency, pictures, safety, selection, wire_bytes
+from benchmarks.comm.contest import TRIAL, Contest, Sizes
+from benchmarks.comm.store import Store
+from benchmarks.harness import Bar, Deadline, main
+from benchmarks.machine import ROOT
+from benchmarks.rows import RESULTS, NotRun
+from shoestring.testing.netlab import netlab_available
+
+
+def rows(ask: efficiency.Ask, sizes: Sizes) -> list[Bar]:
+    """Every bar of comm; `ask` gives the contest."""
+    on_netlab = [
+        *efficiency.rows(ask, sizes.seeds),
+        *added.rows(ask, sizes.seeds),
+        *auto.rows(ask),
+        *selection.rows(ask),
+    ]
+    return [*map(_where_possible, on_netlab), *wire_bytes.rows(ask), *safety.rows(), *comm.gpu_rows()]
+
+
+def _where_possible(bar: Bar) -> Bar:
+    """The bar, not run where there is no netlab."""
+
+    def measure(deadline: Deadline) -> object:
+        reason = netlab_available()
+        return NotRun(reason) if reason else bar.measure(deadline)
+
+    return replace(bar, measure=measure)
+
+
+def flags() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(add_help=False)
+    found.add_argument("--cache", type=Path, default=ROOT / ".cache" / "comm")
+    found.add_argument("--budget", type=float, default=float("inf"))
+    found.add_argument("--trial", action="store_true")
+    found.add_argument("--pictures", action="store_true")
+    return found
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and what the package's docstring says."""
+    known, rest = flags().parse_known_args(argv)
+    deadline = Deadline(60 * known.budget)
+    sizes = TRIAL if known.trial else Sizes()
+
+    @cache
+    def ask() -> Contest:
+        return Contest(Store(known.cache, deadline.check), sizes)
+
+    with tempfile.TemporaryDirectory() as folder:
+        if known.pictures:
+            place = Path(folder) if known.trial else pictures.PICTURES
+            print("\n".join(map(str, pictures.draw(ask(), place))))
+            return 0
+        return main("comm", lambda: rows(ask, sizes), rest, Path(folder) if known.trial else RESULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

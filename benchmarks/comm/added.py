@@ -1,0 +1,111 @@
+"""Bars of what PowerSGD adds to a step, ours against torch's hook at equal rank, and of what torch's hook dies of."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, median
+
+from benchmarks.comm.contest import Contest
+from benchmarks.comm.curves import final
+from benchmarks.comm.efficiency import Ask
+from benchmarks.comm.methods import NONE, SYNC, TORCH, Method, ours
+from benchmarks.comm.setting import Setting
+from benchmarks.comm.spec import Spec
+from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.core.errors import WorldError
+
+RANK = 4
+OURS = ours("ours", "PowerSGD", rank=RANK, parts=4, bucket_mb=4)
+AFTER = ours("ours, one part after the backward pass", "PowerSGD", rank=RANK, parts=1, bucket_mb=1000)
+HALF = ours("ours, alternate", "PowerSGD", rank=RANK, parts=4, bucket_mb=4, alternate=True)
+SMALL = ours("ours, alternate, bf16", "PowerSGD", rank=RANK, parts=4, bucket_mb=4, alternate=True, wire="bf16")
+THEIRS = replace(AFTER, name="torch's arithmetic in our coordinator", kind="torch in ours")
+ABLATION = (NONE, SYNC, TORCH, THEIRS, AFTER, OURS, HALF, SMALL)
+
+BIG = Setting(dim=512, layers=8, hidden=1408, batch=4, held_out=4)  # 107 MB of gradients: several buckets of 25 MB
+LAUNCHES = 3
+
+
+def added(contest: Contest, rate: str) -> dict[str, float]:
+    """Seconds that each method adds to a step: the median over rounds, within which all take turns."""
+    rounds, turn = (8, 3) if contest.sizes.slow_steps >= 20 else (2, 2)
+    spec = Spec(methods=ABLATION, turn=turn, rounds=rounds, warm=4, rate=rate, seed=1, setting=contest.sizes.setting)
+    logs = contest.store.get(spec)["logs"]
+    times = [[fmean(log["seconds"][step] for log in ranks) for step in range(spec.steps)] for ranks in logs]
+    means = [[fmean(each[start : start + turn]) for start in range(0, spec.steps, turn)] for each in times]
+    return {
+        method.name: median(mine - free for mine, free in zip(own, means[0], strict=True))
+        for method, own in zip(ABLATION, means, strict=True)
+    }
+
+
+def share(ask: Ask, rate: str, mine: Method, theirs: Method, _: Deadline) -> Measured:
+    """What one method adds over what the other adds."""
+    found = added(ask(), rate)
+    note = "; ".join(f"{name} {1e3 * seconds:+.0f} ms" for name, seconds in found.items())
+    return Measured(found[mine.name] / max(found[theirs.name], 1e-3), f"added a step: {note}")
+
+
+def loss(ask: Ask, _: Deadline) -> Measured:
+    """Held-out loss of ours minus that of torch's hook after equally many steps, at the same learning rate."""
+    contest = ask()
+    at, seeds = contest.sizes.steps, contest.sizes.seeds
+    mine, theirs = ours("PowerSGD r4", "PowerSGD", rank=RANK).at(contest.dense.lr), TORCH.at(contest.dense.lr)
+    gaps = [final(contest.curve(mine, seed), at) - final(contest.curve(theirs, seed), at) for seed in seeds]
+    return Measured(fmean(gaps), "by seed " + ", ".join(f"{gap:+.4f}" for gap in gaps))
+
+
+def crashes(ask: Ask, _: Deadline) -> Measured:
+    """Launches with several buckets and late completions that do not end, or end with unequal losses."""
+    contest = ask()
+    mine = ours("ours, 25 MB buckets", "PowerSGD", rank=1, parts=4, channels=2)
+    failed = [not ends(contest, mine, trial) for trial in range(LAUNCHES)]
+    hook = [not ends(contest, replace(TORCH.but(rank=1), bucket_mb=25), trial) for trial in range(LAUNCHES)]
+    return Measured(sum(failed), f"of {LAUNCHES}; torch's hook in the same launches: {sum(hook)} of {LAUNCHES} failed")
+
+
+def ends(contest: Contest, method: Method, trial: int) -> bool:
+    """Whether a launch of ten steps ends."""
+    spec = Spec(methods=(method,), turn=8, warm=2, rate="100mbit", delays=0.2, setting=BIG, trial=trial, timeout=400)
+    try:
+        return bool(contest.store.get(spec)["logs"])
+    except WorldError as error:
+        print(f"{method.name}: {error}", file=sys.stderr)
+        return False
+
+
+def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
+    """All bars of this module."""
+    hook = "torch's PowerSGD hook, one bucket, the same rank"
+    bars = [
+        Bar(
+            f"comm.powersgd-added-{rate.removesuffix('mbit')}",
+            f"time that PowerSGD of rank {RANK} adds to a step at {rate.removesuffix('mbit')} Mbit/s over the hook's",
+            "<=",
+            0.5,
+            measure=partial(share, ask, rate, OURS, TORCH),
+            baseline=hook,
+        )
+        for rate in ("100mbit", "10mbit")
+    ]
+    kernels = (
+        "time added at 100 Mbit/s, all after the backward pass: our kernels over torch's arithmetic, one coordinator"
+    )
+    coordinator = "time added at 100 Mbit/s: torch's arithmetic in our coordinator, one part, over torch's hook"
+    overlap = "time added at 100 Mbit/s: ours in four parts during the backward pass over one part after it"
+    pairs = {
+        "kernels": (kernels, AFTER, THEIRS),
+        "coordinator": (coordinator, THEIRS, TORCH),
+        "overlap": (overlap, OURS, AFTER),
+    }
+    bars += [
+        Bar(f"comm.ablation-{name}", what, "<=", 1.0, measure=partial(share, ask, "100mbit", mine, theirs))
+        for name, (what, mine, theirs) in pairs.items()
+    ]
+    what = f"held-out loss of PowerSGD of rank {RANK} minus the hook's after equally many steps, nats a token"
+    bars.append(Bar("comm.powersgd-loss", what, "<=", 0.01, measure=partial(loss, ask), baseline=hook, seeds=seeds))
+    what = f"launches of {LAUNCHES} with 25 MB buckets at 100 Mbit/s and random late completions that fail"
+    bars.append(Bar("comm.buckets", what, "<=", 0, measure=partial(crashes, ask), baseline=hook))
+    return bars
