@@ -157,7 +157,7 @@ class TopK(Exchange):
 
     density: float = 0.01
     """The part of the entries that is sent."""
-    how: Literal["exact", "sampled", "mstopk"] = "sampled"
+    how: Literal["exact", "sampled", "mstopk"] = "exact"
     """Select exactly, by a threshold from a sample (as DGC does), or by counting passes (MSTopK)."""
     wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "bf16"
     """What values travel as; what rounding takes from them is owed."""
@@ -255,7 +255,7 @@ class DGC(Exchange):
     """Steps over which the density falls to that, in five stages."""
     clip: float = 0.0
     """Of the gradients' norm; each of N ranks clips at this over the root of N. 0 does not clip."""
-    how: Literal["exact", "sampled", "mstopk"] = "sampled"
+    how: Literal["exact", "sampled", "mstopk"] = "exact"
     """As for `comm.topk`."""
     wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "fp32"
     """What values travel as."""
