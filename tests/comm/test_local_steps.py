@@ -20,8 +20,8 @@ from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
 from shoestring.comm.fragments import shared_out, units
 from shoestring.comm.local_state import averaged
-from shoestring.core.errors import ConfigError, ConflictError
-from shoestring.core.job import Job, compose
+from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
+from shoestring.core.job import Job, compose, cross_entropy
 from shoestring.core.world import World
 from shoestring.optim import Clip
 from shoestring.parallel import DDP, FSDP
@@ -274,6 +274,16 @@ def test_a_loss_that_is_nan_on_one_replica_ends_all_of_them_together(pool: Pool,
     assert len(merging.saves(str(tmp_path))) == 3  # none has what is not finite
     rest = train(pool, Plain(every=1), DiLoCo(every=4), steps=9, folder=str(tmp_path), resume=str(tmp_path))
     assert rest[0]["digests"][-1] == rest[1]["digests"][-1] and not rest[0]["said"]
+
+
+def test_a_replica_alone_ends_at_once() -> None:
+    def poisoned(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(output, batch)
+        return total * torch.nan, count
+
+    with compose(Job(jobs.tiny(), loss=poisoned, optimizer=jobs.sgd(), world=World()), [DiLoCo(every=3)]) as job:
+        with pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
+            job.step(jobs.batch(0))
 
 
 def test_weights_that_are_nan_in_a_loop_of_ones_own_end_all(pool: Pool) -> None:

@@ -26,7 +26,8 @@ def install(job: Job, settings: LocalSteps) -> None:
     outer = Outer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
-    job.refuse = outer.refuse
+    if job.world.ranks_over(settings.over) > 1:
+        job.refuse = outer.refuse
     keep(job, outer)
 
 
