@@ -84,7 +84,9 @@ class Trial:
         """
         command = [sys.executable, "-m", "shoestring", "train", self.run, "--workers", str(workers)]
         folder = ["--run.folder", str(self.shared / name)]
-        done = subprocess.run([*command, *folder, *overrides], env=os.environ | environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *folder, *overrides], env=os.environ | environment(), capture_output=True, text=True
+        )
         if done.returncode != 0:
             raise RuntimeError(f"{workers} local ranks failed:\n{done.stderr}")
         return self.losses(name)
