@@ -1,11 +1,12 @@
 """The guide's batch script under a real Slurm of one node."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.restart import STEPS, STRIKE, Trial
-from benchmarks.slurm import slurm, slurm_available
+from benchmarks.slurm import PATIENCE, slurm, slurm_available
 
 REASON = slurm_available()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -17,24 +18,28 @@ def lab(tmp_path_factory):
         yield lab
 
 
-def test_a_job_told_to_end_saves_and_the_same_command_goes_on(lab, tmp_path):
+def until(done, lab, job):
+    end = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < end, f"{lab.state(job)}\n{lab.log(job)}"
+        time.sleep(0.05)
+
+
+def test_a_preempted_job_saves_its_last_step_and_goes_on_from_the_queue(lab, tmp_path):
     trial = Trial.prepare(tmp_path)
     expected = trial.local("local", workers=1)
-    command = (trial.run, "--run.folder", str(trial.shared / "job"))
-    long = lab.submit(*command, "--run.steps", "100000")
-    end = time.monotonic() + 120
-    while max(trial.losses("job"), default=0) < STRIKE:
-        assert time.monotonic() < end, lab.log(long)
-        time.sleep(0.05)
-    lab.run("scancel", "--signal=TERM", str(long))  # what --signal=TERM@120 does before the time is up
-    assert lab.wait(long) != "COMPLETED"
-    assert "SIGTERM: ending after this step, and saving" in lab.log(long)
-    assert "stopped after" in lab.log(long)
-    stopped = max(trial.losses("job"))
+    run, endless = tmp_path / "endless.toml", 10**6
+    run.write_text(Path(trial.run).read_text().replace(f"steps = {STEPS}", f"steps = {endless}"))
+    job = lab.submit(str(run), "--run.folder", str(trial.shared / "job"))
+    until(lambda: max(trial.losses("job"), default=0) >= STRIKE, lab, job)
+    with lab.preempted():
+        until(lambda: "stopped after" in lab.log(job) and lab.state(job) == "PENDING", lab, job)
+        assert "SIGTERM: ending after this step, and saving" in lab.log(job)
+        stopped = max(trial.losses("job"))
+        run.write_text(run.read_text().replace(str(endless), str(stopped + STEPS)))
 
-    last = lab.submit(*command, "--run.steps", str(stopped + STEPS))
-    assert lab.wait(last) == "COMPLETED", lab.log(last)
-    assert f"resumed from step {stopped}\n" in lab.log(last)
+    assert lab.wait(job) == "COMPLETED", lab.log(job)
+    assert f"resumed from step {stopped}\n" in lab.log(job)  # none is repeated
     losses = trial.losses("job")
     assert list(losses) == list(range(1, stopped + STEPS + 1))
     assert {step: losses[step] for step in range(1, STRIKE)} == {step: expected[step] for step in range(1, STRIKE)}
