@@ -60,9 +60,9 @@ def digest(job: Job) -> str:
     return hashlib.sha256(b"".join(p.detach().contiguous().numpy().tobytes() for p in parts)).hexdigest()
 
 
-def share(number: int, world: World, micro: int) -> list[dict[str, Tensor]]:
+def share(number: int, world: World, micro: int, ragged: bool) -> list[dict[str, Tensor]]:
     """This rank's share of a batch, in micro-batches."""
-    rows = jobs.batch(number, world.rank, world.size)
+    rows = jobs.batch(number, world.rank, world.size, ragged=ragged)
     return [{name: value.chunk(micro)[index] for name, value in rows.items()} for index in range(micro)]
 
 
@@ -74,6 +74,7 @@ def train(
     model: str = "tiny",
     precise: bool = True,
     micro: int = 1,
+    ragged: bool = False,
     stops: dict[str, int] | None = None,
     poison: dict[str, int] | None = None,
     folder: str = "",
@@ -111,7 +112,7 @@ def train(
             for number in range(job.progress.step, steps):
                 if (stops or {}).get(str(world.rank)) == number + 1:
                     job.stop()
-                job.step(*share(number, world, micro))
+                job.step(*share(number, world, micro, ragged))
                 found["digests"].append(digest(job))
                 found["weights"].append(weights(job))
                 found["numbers"].append({name: float(value) for name, value in job.numbers.items()})

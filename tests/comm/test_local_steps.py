@@ -58,7 +58,8 @@ def apart(one: list[float], other: list[float]) -> float:
 class Replicas:
     """`size` copies of the tiny model in one process, in double precision, each with its share of the batch."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, ragged: bool = False) -> None:
+        self.ragged = ragged
         self.models = [jobs.tiny().double() for _ in range(size)]
         self.optimizers = [torch.optim.SGD(self.trained(model).values(), lr=0.1, momentum=0.9) for model in self.models]
 
@@ -72,7 +73,7 @@ class Replicas:
 
     def step(self, number: int) -> None:
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            batch = jobs.batch(number, rank, len(self.models))
+            batch = jobs.batch(number, rank, len(self.models), ragged=self.ragged)
             F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -281,9 +282,9 @@ def test_a_replica_alone_ends_at_once() -> None:
         total, count = cross_entropy(output, batch)
         return total * torch.nan, count
 
-    with compose(Job(jobs.tiny(), loss=poisoned, optimizer=jobs.sgd(), world=World()), [DiLoCo(every=3)]) as job:
-        with pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
-            job.step(jobs.batch(0))
+    job = Job(jobs.tiny(), loss=poisoned, optimizer=jobs.sgd(), world=World())
+    with compose(job, [DiLoCo(every=3)]), pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
+        job.step(jobs.batch(0))
 
 
 def test_weights_that_are_nan_in_a_loop_of_ones_own_end_all(pool: Pool) -> None:
@@ -302,7 +303,7 @@ RESUMED = [
 
 @pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
 def test_a_run_goes_on_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
-    arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path)}
+    arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path), "micro": 2, "ragged": True}
     through = train(pool, Plain(every=1, keep=9), feature, **arguments)
     for path in merging.saves(str(tmp_path))[3:6]:
         arguments["folder"] = str(tmp_path / "again")
@@ -337,8 +338,8 @@ def test_the_mean_of_equal_weights_is_equal_to_them() -> None:
 
 @pytest.mark.parametrize("inside", [FSDP(hosts="leave"), DDP(hosts="leave")], ids=["fsdp", "ddp"])
 def test_a_host_of_two_ranks_is_one_replica(four: Pool, inside: Any) -> None:
-    results = train(four, DiLoCo(every=3), inside, steps=8, local=2)
-    replicas = Replicas(2)
+    results = train(four, DiLoCo(every=3), inside, steps=8, local=2, ragged=True)
+    replicas = Replicas(2, ragged=True)
     common = copied(replicas)
     outer = torch.optim.SGD(common.values(), lr=0.7, momentum=0.9, nesterov=True)
     for number in range(8):
