@@ -23,9 +23,9 @@ DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch")
 PATIENCE = 180.0
 
 # Everything on loopback and in one folder. `linuxproc` needs no cgroups, so it runs in containers as well.
-# `urgent` takes the node from `all`, whose jobs get two minutes to end. Jobs are looked at every second, and one that is
-# requeued waits for as long as credentials last (5 s is the least), not for the usual minute and two minutes. The script
-# derives the port where the ranks meet from the job's number, so no two Slurms may count from the same one.
+# `urgent` takes the node from `all`, whose jobs get two minutes to end. Jobs are looked at every second, and one that
+# is requeued waits for as long as credentials last (5 s is the least), not for the usual minute and two minutes.
+# The script derives the port where the ranks meet from the job's number: no two Slurms may count from the same one.
 _CONF = """
 ClusterName=lab
 FirstJobId={controller}
