@@ -18,7 +18,6 @@ from shoestring import build, report
 from shoestring.core.errors import DataError
 from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
-from shoestring.core.sink import Sink
 from shoestring.core.trace import span
 from shoestring.data import baselines
 from shoestring.evaluation import evaluate
@@ -28,7 +27,7 @@ from shoestring.models.gpt import GPT
 from shoestring.models.sampling import generate
 from shoestring.report import timeline
 from shoestring.report.console import Console
-from shoestring.report.sinks import JsonLines, TensorBoard
+from shoestring.report.sinks import JsonLines, Sink, TensorBoard
 from shoestring.run import Run
 
 log = logging.getLogger("shoestring")

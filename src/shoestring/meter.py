@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoestring.core.job import Job
-from shoestring.core.sink import Sink
+from shoestring.report.sinks import Sink
 
 # Dense bf16 (fp16 before Ampere) peak in FLOP/s by device name, from the makers' data sheets. Longer names first.
 PEAKS = (

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from shoestring.comm.auto import Auto
 from shoestring.comm.deciding import Choice, Evidence, decided
 from shoestring.comm.probing import settle
 from shoestring.comm.trial import Trial
+from shoestring.core._torch import rebucket
 from shoestring.core.feature import Phase
 from shoestring.core.job import Batch, Job, Output
 from shoestring.core.plan import Plan
@@ -131,13 +132,3 @@ class Chooser:
         saved = json.loads(state["choice"])
         if saved and self.choice is None:
             self.adopt(Choice.of(saved))
-
-
-def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
-    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
-    model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
-    if "_bucket_config" in vars(model):  # since torch 2.13
-        model._bucket_config = replace(model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=nbytes)
-    parameters, sparse = model._build_params_for_reducer()
-    names = model._build_debug_param_to_name_mapping(parameters)
-    model._ddp_init_helper(parameters, sparse, names, model.static_graph)

@@ -5,12 +5,14 @@ Checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket, Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -29,6 +31,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait for another rank."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
+
+
+def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
+    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
+    model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
+    if "_bucket_config" in vars(model):  # since torch 2.13
+        model._bucket_config = replace(model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=nbytes)
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
 
 
 def has_bf16_units() -> bool:
@@ -65,6 +77,7 @@ __all__ = [
     "global_module_hooks",
     "has_bf16_units",
     "process_groups",
+    "rebucket",
     "reduce_scatter_single",
     "saved_tensor_hooks",
     "timeout_of",

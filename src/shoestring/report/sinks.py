@@ -1,7 +1,7 @@
 """Where metrics go besides the console: a file of JSON lines, TensorBoard.
 
-A sink has `write(step, values)` and `close()`; those that outlive a process also have `truncate_after(step)`,
-which a resumed run calls so that steps it will repeat are not there twice.
+Those that outlive a process also have `truncate_after(step)`, which a resumed run calls so that steps it will repeat
+are not there twice.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shoestring.core.errors import ShoestringError
 
 _END = 1 << 16  # bytes at the end of a file of JSON lines, in which its last whole row lies
+
+
+class Sink(Protocol):
+    """Takes the numbers of one step. `close` is called once, also after an exception."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonLines:
