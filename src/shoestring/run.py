@@ -100,10 +100,13 @@ class Run:
         """The run with the default owner of each seam that nobody owns: DDP, AdamW, a plain save."""
         areas = {feature.name.split(".")[0] for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
-        sharded = {dim for feature in self.features if Seam.SHARD in feature.seams for dim in feature.over}
+        resolved = [feature.resolve(world) for feature in self.features]
+        sharded = {dim for feature in resolved if Seam.SHARD in feature.seams for dim in feature.over}
         missing = []
         if world.size > 1 and not sharded & {HOSTS, LOCAL}:
             missing.append(technique("parallel", "ddp")())
+        elif world.local_size > 1 and LOCAL not in sharded:
+            missing.append(structure({"hosts": "leave"}, technique("parallel", "ddp"), "parallel.ddp", "this"))
         if Seam.OPTIM not in owned:
             missing.append(technique("optim", "adamw")())
         if "checkpoint" not in areas:

@@ -11,7 +11,7 @@ from benchmarks.comm.__main__ import rows
 from benchmarks.comm.added import OURS, THEIRS
 from benchmarks.comm.auto import AUTO
 from benchmarks.comm.contest import BASELINE, LOCAL, PEERS, PER_STEP, TRIAL, Contest, Family, Sizes
-from benchmarks.comm.curves import efficiency, final, periods, step_seconds, steps_to
+from benchmarks.comm.curves import efficiency, final, step_seconds, steps_to, stretches
 from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, local, ours
 from benchmarks.comm.pictures import draw
 from benchmarks.comm.setting import Setting
@@ -60,10 +60,14 @@ def test_a_single_lucky_look_does_not_reach_the_target():
 
 def test_the_step_of_local_steps_counts_their_merges():
     seconds = [1.0, 1.0, 1.0, 5.0] * 5
-    every = local("x", "DiLoCo", every=4)
-    assert step_seconds(every, [{"seconds": seconds}]) == 2.0
-    assert step_seconds(DDP, [{"seconds": seconds}]) == 1.0  # a median of single steps would not see them
-    assert periods(seconds[:3], 4) == [1.0]
+    assert step_seconds([{"seconds": seconds}], 4) == 2.0
+    assert step_seconds([{"seconds": seconds}], 1) == 1.0  # a median of single steps would not see them
+    assert stretches([{"seconds": seconds[:3]}], 4) == [1.0]
+
+
+def test_ranks_that_share_a_core_are_done_with_the_last_one():
+    ranks = [{"seconds": [0.5, 0.5, 2.0, 2.0]}, {"seconds": [1.0, 1.0, 1.0, 1.0]}]
+    assert stretches(ranks, 2) == [1.0, 2.0]
 
 
 def test_efficiency_is_one_on_a_free_network_and_falls_with_steps_and_seconds():

@@ -32,7 +32,7 @@ class Saver:
         """Work for Phase.CAPTURE: save where it is due."""
         step, total = self.job.progress.step, self.job.progress.total
         if (self.every and step % self.every == 0) or step == total or self.job.stopping:
-            self.job.verify()
+            self.job.world.agree(self.job.verify)
             self.save()
 
     def save(self) -> Path:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shoestring.comm.coordinator import Coordinator
 from shoestring.comm.ddp import Arriving
 from shoestring.comm.route import Route
+from shoestring.core._torch import rebucket
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import HOSTS, LOCAL, Phase, Seam
 from shoestring.core.job import Job
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoestring")
 
+LEAST = 2**20  # bytes of a bucket: that of DDP's first, which torch.compile takes for the smallest
 LOOK = 25  # steps between looks at the residuals, which are as large as the gradients
 
 
@@ -43,6 +45,7 @@ def install(job: Job, settings: Exchange) -> None:
     coordinator = Coordinator(routes, settings.selecting(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
+        _early(job.model, sum(sizes.values()) // settings.parts)
         arriving = Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()})
         arriving.attach(job.model)
         job.at(Phase.CLIP, arriving.take_back)
@@ -52,6 +55,15 @@ def install(job: Job, settings: Exchange) -> None:
     kept = _Kept(coordinator, job.world.local_size if sharded else 1)
     job.keep(settings.name.split(".")[0], kept, across="own", merge=kept.merge)
     job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
+
+
+def _early(model: DistributedDataParallel, part: int) -> None:
+    """Let DDP hand over a part of so many bytes before the next is computed: two buckets a part, if its own are larger.
+
+    With DDP's usual 25 MB a small model has a single bucket, and nothing travels during the backward pass.
+    """
+    if model.bucket_bytes_cap > (nbytes := max(part // 2, LEAST)):
+        rebucket(model, nbytes)
 
 
 def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:

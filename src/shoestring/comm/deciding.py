@@ -23,7 +23,7 @@ from shoestring.core.trace import Trace
 BOTH = (HOSTS, LOCAL)
 MARGIN = 0.05  # by how much of its time DDP must be beaten
 PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
-FINEST = 1 << 16  # bytes of the smallest bucket
+FINEST = 1 << 20  # bytes of the smallest bucket: that of DDP's first, which torch.compile takes for it
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,7 @@ class _Meter:
 
     def read(self) -> None:
         sent, facts = self.link.sent, self.job.trace.facts
-        self.job.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_s": self.waited}
+        self.job.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_seconds": self.waited}
         facts["outer_bytes"] += sent - self.before
         facts["outer_exposed"] += self.waited
         facts["outer_steps"] += 1
