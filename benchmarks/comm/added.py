@@ -8,7 +8,7 @@ from functools import partial
 from statistics import fmean, median
 
 from benchmarks.comm.contest import Contest
-from benchmarks.comm.curves import final
+from benchmarks.comm.curves import final, stretches
 from benchmarks.comm.efficiency import Ask
 from benchmarks.comm.methods import NONE, SYNC, TORCH, Method, ours
 from benchmarks.comm.setting import Setting
@@ -33,8 +33,7 @@ def added(contest: Contest, rate: str) -> dict[str, float]:
     rounds, turn = (8, 3) if contest.sizes.slow_steps >= 20 else (2, 2)
     spec = Spec(methods=ABLATION, turn=turn, rounds=rounds, warm=4, rate=rate, seed=1, setting=contest.sizes.setting)
     logs = contest.store.get(spec)["logs"]
-    times = [[fmean(log["seconds"][step] for log in ranks) for step in range(spec.steps)] for ranks in logs]
-    means = [[fmean(each[start : start + turn]) for start in range(0, spec.steps, turn)] for each in times]
+    means = [stretches(ranks, turn) for ranks in logs]
     return {
         method.name: median(mine - free for mine, free in zip(own, means[0], strict=True))
         for method, own in zip(ABLATION, means, strict=True)

@@ -6,6 +6,7 @@ from functools import partial
 from statistics import fmean, median
 
 from benchmarks.comm.contest import Contest
+from benchmarks.comm.curves import step_seconds, stretches
 from benchmarks.comm.efficiency import Ask
 from benchmarks.comm.methods import DDP, ours
 from benchmarks.comm.spec import Spec
@@ -35,22 +36,16 @@ def against(ask: Ask, rate: str, _: Deadline) -> Measured:
     """The lower end of the 95% interval of DDP's time over comm.auto's."""
     contest = ask()
     result = contest.store.get(of := spec(contest, rate))
-    dense, auto = (rounds(logs, of.turn) for logs in result["logs"])
+    dense, auto = (stretches(logs, of.turn) for logs in result["logs"])
     pairs = Paired(tuple(a / b for a, b in zip(dense, auto, strict=True)), median(dense), median(auto))
     return Measured(pairs.interval[0], f"{pairs}; {result['logs'][1][0]['said']}")
-
-
-def rounds(logs: list[dict], turn: int) -> list[float]:
-    """Seconds of each turn, the mean over the ranks."""
-    count = len(logs[0]["seconds"]) // turn
-    return [fmean(sum(log["seconds"][turn * at : turn * (at + 1)]) for log in logs) for at in range(count)]
 
 
 def predicted(ask: Ask, rate: str, _: Deadline) -> Measured:
     """How far the predicted step time is off, in parts."""
     contest = ask()
     logs = contest.store.get(spec(contest, rate))["logs"][1]
-    real = median(fmean(log["seconds"][step] for log in logs) for step in range(len(logs[0]["seconds"])))
+    real = step_seconds(logs, TURN)
     said = fmean(log["facts"]["predicted_step_seconds"] for log in logs)
     return Measured(abs(said / real - 1), f"predicted {said:.3f} s, measured {real:.3f} s; {logs[0]['said']}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -151,9 +151,10 @@ class Contest:
         seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
         target, points = final(self.curve(self.dense, seed), at), self.curve(method, seed)
         log, needed = self._log(method, seed), steps_to(points, target)
-        hidden = float(method.settings.get("delay", 0)) * step_seconds(method, log)
+        free = step_seconds(log, method.period if method.local else self.sizes.look)
+        hidden = float(method.settings.get("delay", 0)) * free
         wire = step_bytes(log) * 8 / bits_per_second(rate) * method.period
-        seconds = step_seconds(method, log) + max(0.0, wire - hidden) / method.period
+        seconds = free + max(0.0, wire - hidden) / method.period
         return (at / needed / seconds if needed else 0.0, -final(points, self.sizes.tuning_length)), method
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -189,7 +190,8 @@ class Contest:
         free, logs = self.store.get(spec)["logs"]
         if method.local and spec.turn * spec.rounds > 2 * method.period:  # nothing lands in the first period
             logs = [{**log, "seconds": log["seconds"][method.period :]} for log in logs]
-        return step_seconds(_as(NONE, method), free), step_seconds(method, logs)
+        stretch = method.period if method.local else spec.turn
+        return step_seconds(free, stretch), step_seconds(logs, stretch)
 
     def figure(self, method: Method, rate: str) -> Figure:
         shares = self.shares(method)
@@ -213,8 +215,3 @@ class Contest:
         """All peers, the best first."""
         found = [*self.dense_figures(rate), *(self.best(family, rate) for family in families)]
         return sorted(found, key=lambda figure: -figure.value)
-
-
-def _as(none: Method, method: Method) -> Method:
-    """No communication, its steps put together as the method's are."""
-    return replace(none, period=method.period)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comm.methods import Method
-
 WINDOW = 5  # looks that one point of a smoothed curve is the mean of: itself and its neighbours
 
 Log = dict[str, Any]  # what worker.Log is after its way through JSON
@@ -43,17 +41,20 @@ def final(points: Sequence[tuple[int, float]], at: int, window: int = WINDOW) ->
     return float(np.interp(at, *smoothed(points, window)))
 
 
-def step_seconds(method: Method, ranks: Sequence[Log]) -> float:
-    """The median step, over ranks the mean: of single steps, or of the means of whole periods."""
-    return fmean(median(periods(log["seconds"], method.period)) for log in ranks)
+def step_seconds(ranks: Sequence[Log], stretch: int) -> float:
+    """The median over stretches of steps of their mean step; see `stretches`."""
+    return median(stretches(ranks, stretch))
 
 
-def periods(seconds: Sequence[float], period: int) -> list[float]:
-    """The mean step of each whole period; of what there is, where not one is whole."""
-    whole = len(seconds) // period * period
-    if not whole:
-        return [fmean(seconds)]
-    return [fmean(seconds[start : start + period]) for start in range(0, whole, period)]
+def stretches(ranks: Sequence[Log], length: int) -> list[float]:
+    """Seconds a step of each `length` steps, as the last rank has done them; of what there is, if that is less.
+
+    The last, because several ranks share a core: without communication the first ones leave it to the others.
+    """
+    steps = len(ranks[0]["seconds"])
+    length = min(length, steps)
+    starts = range(0, steps - length + 1, length)
+    return [max(sum(log["seconds"][start : start + length]) for log in ranks) / length for start in starts]
 
 
 def step_bytes(ranks: Sequence[Log]) -> float:

@@ -28,7 +28,7 @@ class Setting:
     hidden: int = 704
     vocabulary: int = 2048
     sequence: int = 128
-    batch: int = 16
+    batch: int = 24
     """Sequences of a step, over all ranks."""
     held_out: int = 64
     """Sequences that the held-out loss is over, spread over the whole held-out text."""
