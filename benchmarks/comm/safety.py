@@ -32,6 +32,7 @@ PER_STEP: dict[str, Feature] = {
     "terngrad": comm.TernGrad(),
     "topk": comm.TopK(density=0.05),
     "randomk": comm.RandomK(density=0.1),
+    "oktopk": comm.OkTopK(density=0.05),
     "dgc": comm.DGC(density=0.05),
     "hypernetwork": comm.Dense(select="hypernetwork", budget_kb=20.0),
 }
