@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.comm.curves import efficiency, final, step_bytes, step_seconds, steps_to
 from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, Method, local, ours
+from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import Setting
 from benchmarks.comm.spec import Spec
 from benchmarks.comm.store import Store
@@ -212,6 +213,7 @@ class Contest:
         return found
 
     def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
-        """All peers, the best first."""
-        found = [*self.dense_figures(rate), *(self.best(family, rate) for family in families)]
+        """All peers that are installed, the best first."""
+        there = [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
+        found = [*self.dense_figures(rate), *(self.best(family, rate) for family in there)]
         return sorted(found, key=lambda figure: -figure.value)

@@ -7,6 +7,7 @@ from functools import partial
 
 from benchmarks.comm.contest import LOCAL, PER_STEP, Contest, Family, Figure
 from benchmarks.comm.curves import WINDOW, final, steps_to
+from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import RANKS
 from benchmarks.comm.spec import Spec
 from benchmarks.harness import Bar, Deadline, Measured
@@ -40,6 +41,7 @@ def ahead(ask: Ask, rate: str, _: Deadline) -> Measured:
     best = max((contest.best(family, rate) for family in (PER_STEP, LOCAL)), key=lambda figure: figure.value)
     peers = contest.peers(rate)
     others = "; ".join(f"{peer.method.name} {peer.value:.3f}" for peer in peers)
+    others += "" if has_epfml() else "; epfml's powersgd is not installed, and left out"
     return Measured(best.value / peers[0].value, f"{best.method.name} {best.value:.3f}; peers: {others}")
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def torch_powersgd(model: DistributedDataParallel, rank: int, start: int) -> Non
         process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start, min_compression_rate=2
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def has_epfml() -> bool:
+    """Whether epfml's package is installed with code in it."""
+    return find_spec("powersgd") is not None
 
 
 class Epfml:

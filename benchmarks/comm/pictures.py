@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.comm.contest import LOCAL, PEERS, PER_STEP, RATES, Contest
 from benchmarks.comm.curves import smoothed
 from benchmarks.comm.methods import BF16, Method
+from benchmarks.comm.peers import has_epfml
 from benchmarks.machine import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -26,7 +27,8 @@ STYLES = (
 
 def contenders(contest: Contest, rate: str) -> list[Method]:
     """DDP and its bf16 hook, the peers and ours, as chosen at a rate."""
-    chosen = [contest.chosen(family, rate) for family in (*PEERS, PER_STEP, LOCAL)]
+    families = [family for family in (*PEERS, PER_STEP, LOCAL) if family.bases[0].kind != "epfml" or has_epfml()]
+    chosen = [contest.chosen(family, rate) for family in families]
     return [contest.dense, BF16.at(contest.dense.lr), *chosen]
 
 
