@@ -8,6 +8,14 @@ from shoestring.comm import DGC, Dense, OkTopK, PowerSGD, Quantize, RandomK, Sig
 from shoestring.testing import FeatureSuite
 
 
+class Codec(FeatureSuite):
+    """One of many that attach alike: between two ranks, without a partner from every other area."""
+
+    ranks = (2,)
+    exact_across_ranks = False
+    representative = False
+
+
 class TestDense(FeatureSuite):
     feature = Dense(parts=3, channels=2)
     representative = False
@@ -20,45 +28,33 @@ class TestPowerSGD(FeatureSuite):
     tolerance = 0.1
 
 
-class TestPowerSGDAlternating(FeatureSuite):
+class TestPowerSGDAlternating(Codec):
     feature = PowerSGD(rank=4, alternate=True, wire="bf16", parts=1)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5  # of matrices this small, half an iteration a step leaves much for later
 
 
-class TestQuantize(FeatureSuite):
+class TestQuantize(Codec):
     feature = Quantize(bits=4, bucket=64, rounding="nearest", feedback=True)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.1
 
 
-class TestSign(FeatureSuite):
+class TestSign(Codec):
     feature = Sign(bucket=64)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.2
 
 
-class TestTernGrad(FeatureSuite):
+class TestTernGrad(Codec):
     feature = TernGrad()
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5  # its noise is as large as the gradients of so small a batch
 
 
-class TestTopK(FeatureSuite):
+class TestTopK(Codec):
     feature = TopK(density=0.1)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5
 
 
-class TestRandomK(FeatureSuite):
+class TestRandomK(Codec):
     feature = RandomK(density=0.5)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5
 
 
@@ -69,15 +65,11 @@ class TestDGC(FeatureSuite):
     tolerance = 0.5
 
 
-class TestSelection(FeatureSuite):
+class TestSelection(Codec):
     feature = Dense(select="hypernetwork", budget_kb=3.0)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5
 
 
-class TestOkTopK(FeatureSuite):
+class TestOkTopK(Codec):
     feature = OkTopK(density=0.1)
-    exact_across_ranks = False
-    representative = False
     tolerance = 0.5

@@ -77,7 +77,9 @@ def test_is_the_iteration_of_the_paper():
         grads = gradients(step, shapes)
         M = [each["a"].double() + residual for each, residual in zip(grads, e, strict=True)]
         if Q is None:
-            Q = codecs[0]._matrix("a", grads[0]["a"]).basis.double()
+            Qt = codecs[0]._matrix("a", grads[0]["a"]).Qt
+            assert Qt is not None
+            Q = Qt.T.double()
         P = torch.linalg.qr(torch.stack([each @ Q for each in M]).mean(0))[0]
         e = [each - P @ (each.T @ P).T for each in M]
         Q = torch.stack([each.T @ P for each in M]).mean(0)
@@ -140,4 +142,4 @@ def test_merging_conserves_the_mean_residual():
         rehearse(codecs, gradients(step), step)
     merged = codecs[0].merged([codec.state_dict() for codec in codecs])
     torch.testing.assert_close(merged["residual"]["a"], residuals(codecs, "a"))
-    assert torch.equal(merged["Q"]["a"], codecs[2].state["Q"]["a"])
+    assert torch.equal(merged["Qt"]["a"], codecs[2].state["Qt"]["a"])

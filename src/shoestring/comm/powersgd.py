@@ -1,17 +1,20 @@
 """PowerSGD: low-rank gradients by one power iteration a step (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
 
-A matrix M = g + e of n x m travels as P (n x r) and Q (m x r). It departs from the paper in two ways:
+A matrix M = g + e of n x m travels as P (n x r) and Qᵀ (r x m). It departs from the paper in two ways:
 
 - The residual is e = M - P (Mᵀ P)ᵀ, what this rank's own projection leaves, not what the average leaves. Its mean over
   the ranks is the same, but it does not hold M - mean(M), which walks randomly and cancels only while all ranks live.
 - `alternate` makes one half of the iteration a step, P and Q in turn: half the bytes and one exchange instead of two,
   with a basis that is one step old. So does the authors' later package (epfml/powersgd).
+
+Memory is read six times a step, which is what it costs. Q is kept transposed, so that both products run along rows:
+with Q as (m, r), they take three to four times as long on a CPU.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,26 +28,26 @@ RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for mat
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient and residual as (n, m) matrices; transposed where the left factor is the basis."""
+    """One parameter's gradient and residual, (n, m), and the basis that the step before left."""
 
     name: str
     grad: Tensor
     residual: Tensor
-    basis: Tensor  # (m, r), of the step before
-    transposed: bool = False
+    P: Tensor | None  # (n, r); or
+    Qt: Tensor | None  # (r, m)
 
 
 class PowerSGD(Codec):
     """Gradients of rank `rank`; vectors, and matrices for which that would save less than `least`, travel whole.
 
-    State: "residual"; and of each matrix its newest factor, either "Q" (m x r) or "P" (n x r).
+    State: "residual"; and of each matrix its newest factor, either "Qt" (r, m) or "P" (n, r).
 
     Args:
         dtype: of P and Q on the wire.
         least: the least ratio of sizes for which a matrix is compressed.
     """
 
-    shared = frozenset({"Q", "P"})
+    shared = frozenset({"Qt", "P"})
 
     def __init__(
         self,
@@ -75,37 +78,44 @@ class PowerSGD(Codec):
 
     def _iteration(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
         """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
-        scratch, rows, columns = _scratch(matrices), [len(each.grad) for each in matrices], _columns(matrices)
-        P = _factors(matrices, rows)
-        for each, P_ in zip(matrices, P, strict=True):
-            torch.mm(_sum(each, scratch), each.basis, out=P_)
+        P = self._products(matrices)
         yield from averaged(P, whole, self.dtype)
         orthogonalise(P)
-        Q = _factors(matrices, columns)
-        for each, P_, Q_ in zip(matrices, P, Q, strict=True):
-            M = _sum(each, scratch)
-            torch.mm(M.t(), P_, out=Q_)
-            torch.addmm(M, P_, Q_.t(), alpha=-1, out=each.residual)
-        yield from averaged(Q, [], self.dtype)
-        for each, P_, Q_ in zip(matrices, P, Q, strict=True):
-            _decode(each, P_, Q_)
-            self.state["Q"][each.name] = Q_
+        Qt = []
+        for each, P_ in zip(matrices, P, strict=True):
+            M = each.residual.add_(each.grad)
+            Qt.append(P_.t() @ M)
+            M.addmm_(P_, Qt[-1], alpha=-1)
+        yield from averaged(Qt, [], self.dtype)
+        for each, P_, Qt_ in zip(matrices, P, Qt, strict=True):
+            _decode(each.grad, P_, Qt_)
+            self.state["Qt"][each.name] = Qt_
 
     def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
-        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis."""
-        scratch, Q = _scratch(matrices), [each.basis.clone() for each in matrices]
-        orthogonalise(Q)
-        own = _factors(matrices, [len(each.grad) for each in matrices])
-        for each, P_, Q_ in zip(matrices, own, Q, strict=True):
-            torch.mm(_sum(each, scratch), Q_, out=P_)
-        P = [P_.clone() for P_ in own]
-        yield from averaged(P, whole, self.dtype)
-        for each, own_, P_, Q_ in zip(matrices, own, P, Q, strict=True):
-            torch.addmm(_sum(each, scratch), own_, Q_.t(), alpha=-1, out=each.residual)
-            _decode(each, P_, Q_)
-            old, new = ("P", "Q") if each.transposed else ("Q", "P")
-            del self.state[old][each.name]
-            self.state[new][each.name] = P_
+        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis.
+
+        Or Q = mean(Mᵀ P) for such a P, and Q the next basis.
+        """
+        matrices = _orthonormal(matrices)
+        own = self._products(matrices)
+        mean = [product.clone() for product in own]
+        yield from averaged(mean, whole, self.dtype)
+        for each, own_, mean_ in zip(matrices, own, mean, strict=True):
+            P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
+            assert P is not None and Qt is not None
+            each.residual.add_(each.grad).addmm_(P, Qt, alpha=-1)
+            _decode(each.grad, *((mean_, Qt) if each.P is None else (P, mean_)))
+            del self.state[other][each.name]
+            self.state[kind][each.name] = mean_
+
+    def _products(self, matrices: list[Matrix]) -> list[Tensor]:
+        """M Q, or Pᵀ M, of each: one matrix at a time stays in the cache between sum and product."""
+        scratch = matrices[0].residual.new_empty(max(each.residual.numel() for each in matrices))
+        found = []
+        for each in matrices:
+            M = torch.add(each.grad, each.residual, out=scratch[: each.grad.numel()].view(each.grad.shape))
+            found.append(M @ each.Qt.t() if each.Qt is not None else each.P.t() @ M)  # pyright: ignore
+        return found
 
     def _pays(self, grad: Tensor) -> bool:
         if grad.ndim < 2 or not grad.numel():
@@ -116,14 +126,11 @@ class PowerSGD(Codec):
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
         """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
         n, m = grad.shape
-        residual = self.kept("residual", name, grad)
-        P, Q = self.state.setdefault("P", {}), self.state.setdefault("Q", {})
-        if name in P:
-            return Matrix(name, grad.t(), residual.t(), P[name], transposed=True)
-        if name not in Q:
+        P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
+        if name not in P and name not in Qt:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-            Q[name] = torch.randn(m, min(self.rank, n, m), generator=generator).to(grad.device)
-        return Matrix(name, grad, residual, Q[name])
+            Qt[name] = torch.randn(min(self.rank, n, m), m, generator=generator).to(grad.device)
+        return Matrix(name, grad, self.kept("residual", name, grad), P.get(name), Qt.get(name))
 
 
 def averaged(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
@@ -134,31 +141,23 @@ def averaged(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = to
         spread(answer, tensors)
 
 
-def _columns(matrices: list[Matrix]) -> list[int]:
-    return [each.grad.shape[1] for each in matrices]
+def _orthonormal(matrices: list[Matrix]) -> list[Matrix]:
+    """With orthonormal bases, copies."""
+    found = [
+        replace(each, P=None if each.P is None else each.P.clone(), Qt=None if each.Qt is None else each.Qt.clone())
+        for each in matrices
+    ]
+    orthogonalise(
+        [basis for each in found for basis in (each.P, None if each.Qt is None else each.Qt.t()) if basis is not None]
+    )
+    return found
 
 
-def _factors(matrices: list[Matrix], lengths: list[int]) -> list[Tensor]:
-    """Room for one (length, r) factor of each matrix."""
-    return [each.basis.new_empty(length, each.basis.shape[1]) for each, length in zip(matrices, lengths, strict=True)]
-
-
-def _scratch(matrices: list[Matrix]) -> Tensor:
-    """Room for the largest M: one matrix at a time stays in the cache between the products that it enters."""
-    return matrices[0].residual.new_empty(max(each.residual.numel() for each in matrices))
-
-
-def _sum(matrix: Matrix, scratch: Tensor) -> Tensor:
-    """M = g + e in `scratch`, laid out as they are."""
-    M = scratch[: matrix.grad.numel()].view(matrix.grad.t().shape if matrix.transposed else matrix.grad.shape)
-    return torch.add(matrix.grad, matrix.residual, out=M.t() if matrix.transposed else M)
-
-
-def _decode(matrix: Matrix, P: Tensor, Q: Tensor) -> None:
-    if matrix.grad.dtype == P.dtype:
-        torch.mm(P, Q.t(), out=matrix.grad)
+def _decode(grad: Tensor, P: Tensor, Qt: Tensor) -> None:
+    if grad.dtype == P.dtype:
+        torch.mm(P, Qt, out=grad)
     else:
-        matrix.grad.copy_(P @ Q.t())
+        grad.copy_(P @ Qt)
 
 
 def orthogonalise(matrices: list[Tensor]) -> None:
