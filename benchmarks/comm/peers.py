@@ -79,7 +79,8 @@ class TorchArithmetic(PowerSGD):
     def code(self, grads: Grads, turn: Turn) -> Coding:
         low = {name: grad.view(len(grad), -1) for name, grad in grads.items() if self._pays(grad)}
         whole = [grad for name, grad in grads.items() if name not in low]
-        basis = [self._matrix(name, grad).basis for name, grad in low.items()]
+        drawn = self.state.setdefault("Q", {})
+        basis = [drawn[name] if name in drawn else self._drawn(name, grad) for name, grad in low.items()]
         M = [grad + self.kept("residual", name, grad) for name, grad in low.items()]
         for Q in basis:
             Q.copy_(torch.linalg.qr(Q)[0])
@@ -91,7 +92,12 @@ class TorchArithmetic(PowerSGD):
         for (name, grad), each, left, right in zip(low.items(), M, P, Q, strict=True):
             torch.mm(left, right.t(), out=grad)
             torch.sub(each, grad, out=self.state["residual"][name])
-            self.state["Q"][name] = right
+            self.state.setdefault("Q", {})[name] = right
+
+    def _drawn(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        basis = self._matrix(name, grad).Qt
+        assert basis is not None
+        return basis.t().contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
