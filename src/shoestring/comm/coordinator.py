@@ -44,33 +44,44 @@ class Cohort:
 
 
 class Channel:
-    """A thread that exchanges cohorts over one route, in the order in which it is given them."""
+    """A thread that exchanges cohorts over one route, in the order in which it is given them.
 
-    def __init__(self, route: Route, codec: Codec, device: torch.device) -> None:
+    Without a thread, whoever submits a cohort exchanges it: where a step has one part, nothing could go on meanwhile.
+    """
+
+    def __init__(self, route: Route, codec: Codec, device: torch.device, *, threaded: bool) -> None:
         self.route, self.codec, self.device = route, codec, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and threaded else None
         self._queue: SimpleQueue[Cohort | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="shoestring-wire", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="shoestring-wire", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
 
     def submit(self, cohort: Cohort) -> None:
+        if self._thread is None:
+            self._run(cohort)
+            return
         if self.stream is not None:
             cohort.ready = torch.cuda.current_stream(self.device).record_event()
         self._queue.put(cohort)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
         self.route.close()
 
     def _work(self) -> None:
         while (cohort := self._queue.get()) is not None:
-            with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                if cohort.ready is not None:
-                    cohort.ready.wait()
-                error = self._exchange(cohort)
-                for work in cohort.after:
-                    work(error)
+            self._run(cohort)
+
+    def _run(self, cohort: Cohort) -> None:
+        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            if cohort.ready is not None:
+                cohort.ready.wait()
+            error = self._exchange(cohort)
+            for work in cohort.after:
+                work(error)
 
     def _exchange(self, cohort: Cohort) -> Exception | None:
         try:
@@ -93,8 +104,9 @@ class Coordinator:
         self, routes: Sequence[Route], codec: Codec, sizes: dict[str, int], parts: int, device: torch.device
     ) -> None:
         self.codec, self.sizes = codec, sizes
-        self.channels = [Channel(route, codec, device) for route in routes]
         self.cohorts = dealt(sizes, parts)
+        threaded = len(self.cohorts) > 1
+        self.channels = [Channel(route, codec, device, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
