@@ -49,7 +49,7 @@ def equal(results: list[dict]) -> bool:
 
 @pytest.mark.parametrize("feature", EXCHANGES, ids=label)
 def test_replicas_are_equal_at_every_step(pool, feature):
-    results = pool.call(exchanges.train, features=[encode(feature)], steps=40)
+    results = pool.call(exchanges.train, features=[encode(feature)], steps=30)
     assert equal(results)
     losses = results[0]["losses"]
     assert sum(losses[-10:]) < sum(losses[:10])
@@ -82,7 +82,7 @@ def test_hosts_exchange_rows_that_their_ranks_have_summed(pool, feature, wrap):
         assert torus[0]["numbers"]["wire_mb"] < 0.4 * flat[0]["numbers"]["wire_mb"]
 
 
-@pytest.mark.parametrize("feature", EXCHANGES, ids=label)
+@pytest.mark.parametrize("feature", EXCHANGES[1:7:2], ids=label)
 def test_shards_of_fsdp_travel_between_hosts(pool, feature):
     results = pool.call(
         exchanges.train, features=[encode(parallel.FSDP(hosts="leave")), encode(feature)], steps=30, local=2, wrap=False

@@ -73,12 +73,18 @@ def test_a_signal_ends_after_the_step_and_resume_goes_on(tmp_path, number):
         assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, done + 4))
 
 
+CODEC = """
+[comm.powersgd]  # what it still owes has to come back as well
+rank = 2
+"""
+
+
 def test_a_killed_worker_is_started_again_and_the_loss_is_that_of_an_undisturbed_run(tmp_path):
     losses = {}
     for name, disturbed in (("quiet", False), ("killed", True)):
         here = tmp_path / name
         here.mkdir()
-        (here / "run.toml").write_text(RUN.format(steps=9, every=2))
+        (here / "run.toml").write_text(RUN.format(steps=9, every=2) + CODEC)
         if not disturbed:
             (here / "marker").touch()
         process = train(here, "--restarts", "1")
