@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import merging
 
 from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
-from shoestring.comm.fragments import shared_out, units
 from shoestring.comm.local_state import averaged
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.job import Job, compose, cross_entropy
@@ -165,18 +163,6 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
         for rank, result in enumerate(results):
             assert apart(result["weights"][step - 1], replicas.flat(rank)) < 1e-12, step
     assert results[0]["digests"][-1] == results[1]["digests"][-1]
-
-
-def test_layers_are_shared_out_strided_or_in_sequence_and_completely() -> None:
-    model = jobs.tiny()
-    model.blocks.extend(jobs.Block(0.0) for _ in range(4))
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    for layout, expected in (("strided", [{0, 2, 4}, {1, 3, 5}]), ("sequential", [{0, 1, 2}, {3, 4, 5}])):
-        groups = shared_out(model, 2, layout)
-        assert sorted(chain(*groups)) == sorted(trained)
-        layers = [{int(name.split(".")[1]) for name in group if name.startswith("blocks.")} for group in groups]
-        assert layers == expected
-    assert len(units(model)) == 6 + 3
 
 
 # -- merges -----------------------------------------------------------------------------------------------------------
