@@ -3,3 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("same", derandomize=True)  # the same examples at every run
+settings.load_profile("same")

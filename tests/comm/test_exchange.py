@@ -49,7 +49,7 @@ def equal(results: list[dict]) -> bool:
 
 @pytest.mark.parametrize("feature", EXCHANGES, ids=label)
 def test_replicas_are_equal_at_every_step(pool, feature):
-    results = pool.call(exchanges.train, features=[encode(feature)], steps=30)
+    results = pool.call(exchanges.train, features=[encode(feature)], steps=40)
     assert equal(results)
     losses = results[0]["losses"]
     assert sum(losses[-10:]) < sum(losses[:10])
