@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoestring.comm.buckets import Layout
 from shoestring.comm.codec import Grads, Turn
-from shoestring.comm.quantize import Quantize, add_noise_, in_buckets
+from shoestring.comm.quantize import Quantize, add_noise_
 from shoestring.comm.rehearsal import rehearse
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
@@ -30,14 +31,51 @@ def mean(grads: list[Grads]) -> Grads:
 
 
 def test_a_bucket_never_crosses_parameters():
-    tensors = [torch.randn(5), torch.randn(9), torch.randn(4, 2)]
-    room, parts, entries = in_buckets(tensors, rows=2, bucket=4)
-    assert room.shape == (2, 4, 4)
-    assert entries.flatten().tolist() == [4, 1, 4, 4, 1, 4, 4, 4]  # the last one belongs to nobody
-    for index, part in enumerate(parts):
-        part.fill_(index + 1)
-    owners = [set(bucket.tolist()) - {0.0} for bucket in room.view(-1, 4)]
-    assert owners == [{1}, {1}, {2}, {2}, {2}, {3}, {3}, set()]
+    layout = Layout([torch.randn(5), torch.randn(9), torch.randn(8)], rows=2, bucket=4)
+    assert (layout.rows, layout.buckets) == (2, 4)
+    assert layout.entries().flatten().tolist() == [4, 1, 4, 4, 1, 4, 4, 4]  # the last one belongs to nobody
+    (whole,) = layout.parts(step=100)
+    owners = [set(bucket.tolist()) - {0.0} for bucket in whole.read([[torch.full((n,), n + 0.0) for n in (5, 9, 8)]])]
+    assert owners == [{5}, {5}, {9}, {9}, {9}, {8}, {8}, set()]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    rows=st.integers(1, 4),
+    bucket=st.integers(2, 9),
+    step=st.integers(1, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_parts_are_the_whole_and_what_is_written_is_read(sizes, rows, bucket, step):
+    flats, more = ([torch.randn(size).to(dtype) for size in sizes] for dtype in (torch.bfloat16, torch.float32))
+    layout = Layout(flats, rows, bucket)
+    (whole,) = layout.parts(step=10**6)
+    sums = whole.read([flats, more])
+    padded = [torch.cat([one + other, torch.zeros(-len(one) % bucket)]) for one, other in zip(flats, more, strict=True)]
+    expected = torch.cat([*padded, torch.zeros(sums.numel() - sum(map(len, padded)))])
+    assert torch.equal(sums.flatten(), expected)
+    assert torch.equal(torch.cat([part.read([flats, more]) for part in layout.parts(step)]), sums)
+    by_rows = [torch.cat([part.read([flats, more]) for part in layout.parts(step, row)]) for row in range(rows)]
+    assert torch.equal(torch.cat(by_rows), sums)
+    copies = [torch.zeros(size) for size in sizes]
+    for part in layout.parts(step):
+        part.write(part.read([more]), copies)
+    assert all(torch.equal(copy, each) for copy, each in zip(copies, more, strict=True))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_blocks_do_not_change_what_comes_out(rounding, monkeypatch):
+    """As in one block, which other devices work with; noise is drawn in the same order."""
+    found: list[list[torch.Tensor]] = []
+    for block in (64, 2**20):
+        monkeypatch.setattr("shoestring.comm.buckets.BLOCK", block)
+        codecs = [Quantize(4, bucket=7, rounding=rounding, feedback=True) for _ in range(RANKS)]
+        grads = gradients(0)
+        for step in range(3):
+            grads = gradients(step)
+            rehearse(codecs, grads, step)
+        found.append([*grads[0].values(), *codecs[1].state["residual"].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Phase, Saving, Seam
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from shoestring.checkpoint.attached import Attached
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
 
-__all__ = ["Plain"]
+__all__ = ["Plain", "Tiered", "attach"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +60,84 @@ class Plain(Feature):
             measured=False,
             cost=f"{trace.seconds('disk'):.2f} s stalled",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiered(Feature):
+    """Saves at three levels, each as often as the failures that it is for: this host's memory, other hosts', disk."""
+
+    memory_every: int | str = "auto"
+    """Steps between copies to shared memory of this host, which survive the process; "auto" plans them."""
+    peers_every: int | str = "auto"
+    """Steps between copies in the memory of other hosts, which survive this one; 0 makes none."""
+    disk_every: int | str = "auto"
+    """Steps between saves to disk; 0 saves at the end and on a signal only."""
+    peers: Literal["copy", "parity", "off"] = "copy"
+    """What other hosts keep of what one alone has: a copy, or parity over sets of hosts, which takes less memory."""
+    set_size: int = 4
+    """Hosts whose state is coded together; any one of them may be lost."""
+    slots: int = 3
+    """Generations that this host's memory has room for."""
+    overlap: bool = True
+    """Copy weights and optimizer state beside the next step; false where anything but the optimizer changes them."""
+    keep: int = 2
+    """How many of the newest saves on disk to keep."""
+    folder: str = "checkpoints"
+    """Where to save; a relative path lies in the run folder."""
+    memory: str = "/dev/shm"
+    """A file system in memory."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def check(self, job: Job) -> None:
+        if any(isinstance(each, Plain) for each in job.features):
+            raise ConfigError(f"`{self.name}` and `checkpoint.plain` both save", hint="remove one of the tables")
+        for key in ("memory_every", "peers_every", "disk_every"):
+            value = getattr(self, key)
+            if value != "auto" and not (isinstance(value, int) and value >= 0):
+                raise ConfigError(f'`{self.name}.{key}` must be "auto" or a number of steps, got {value!r}')
+        for key, least in (("keep", 1), ("slots", 2), ("set_size", 2)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"`{self.name}.{key}` must be at least {least}, got {getattr(self, key)}")
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.checkpoint.attached import install
+
+        install(job, self)
+
+    def explain(self, job: Job) -> str:
+        from shoestring.checkpoint.attached import survives
+
+        return survives(self, job.world.hosts)
+
+    def saving(self, trace: Trace) -> Saving | None:
+        steps = trace.facts.get("steps", 0.0)
+        lost = trace.facts.get("checkpoint_steps_at_risk", steps)
+        if not 0 < lost < steps:
+            return None
+        stalled, copied = trace.facts.get("checkpoint_stall", 0.0), trace.facts.get("checkpoint_bytes", 0.0)
+        return Saving(
+            unit="steps to repeat after a kill, at worst",
+            used=lost,
+            without=steps,
+            measured=True,
+            cost=f"{stalled:.2f} s stalled, {copied / 1e6:.0f} MB copied",
+        )
+
+
+def attach(
+    state: Mapping[str, Stateful],
+    *,
+    own: Mapping[str, Stateful] | None = None,
+    settings: Tiered | None = None,
+) -> Attached:
+    """Save and restore in a program that knows nothing of shoestring: call `.restore()` once and `.step()` after each
+    optimizer step.
+
+    Args:
+        state: what all ranks hold alike or in shards: the model, the optimizer, a schedule.
+        own: what each rank has for itself: a loader. Random states are saved without being named.
+    """
+    from shoestring.checkpoint.attached import Attached
+
+    return Attached(state, own or {}, settings or Tiered())

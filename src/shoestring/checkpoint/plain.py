@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from shoestring import checkpoint
 from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.errors import CheckpointError
 from shoestring.core.files import write_atomic
-from shoestring.core.job import Job
+from shoestring.core.job import Job, Kept
 from shoestring.core.trace import span
+from shoestring.core.world import World
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +51,9 @@ class Saver:
         return path
 
     def restore(self, where: str) -> int | None:
-        """Go on from the newest good save in the folder ("auto"), or from the file or run folder named.
-
-        Returns:
-            The step resumed from; None when "auto" finds no save.
-        """
-        world = self.job.world
-        owner = self._owner() if where == "auto" else 0
-        path, data = world.agree(lambda: self._read(where) if world.rank == owner else (None, b""))
-        source = world.broadcast(str(path or "").encode(), owner).decode()
-        if not source:
-            return None
-        self._load(unpack(world.broadcast(data, owner)), source)
-        return self.job.progress.step
+        """`Loader.restore`; the step resumed from."""
+        found = Loader(self.job.kept, self.job.world, self.folder).restore(where)
+        return self.job.progress.step if found else None
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -92,12 +85,34 @@ class Saver:
         for other in (*later, *earlier[self.keep - 1 :], *self.folder.glob(".step-*.tmp")):
             other.unlink(missing_ok=True)
 
-    # -- restoring ---------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Loader:
+    """Restores what is kept from such files."""
+
+    kept: Mapping[str, Kept]
+    world: World
+    folder: Path
+
+    def restore(self, where: str) -> bool:
+        """Go on from the newest good save in the folder ("auto"), or from the file or run folder named.
+
+        Returns:
+            Whether there was one; "auto" may find none.
+        """
+        world = self.world
+        owner = self._owner() if where == "auto" else 0
+        path, data = world.agree(lambda: self._read(where) if world.rank == owner else (None, b""))
+        source = world.broadcast(str(path or "").encode(), owner).decode()
+        if not source:
+            return False
+        self._load(unpack(world.broadcast(data, owner)), source)
+        return True
 
     def _owner(self) -> int:
         """The rank whose host has the newest save: it is not the first one's where folders are on the hosts' own disks
         and the hosts came back in another order."""
-        world = self.job.world
+        world = self.world
         mine = saves(self.folder)[:1] if world.local_rank == 0 else []
         newest = world.gather("".join(path.name for path in mine).encode())
         return newest.index(max(newest))
@@ -123,11 +138,11 @@ class Saver:
         if content.get("format") != FORMAT:
             raise CheckpointError(f"`{source}` has format {content.get('format')}, this version reads {FORMAT}")
         # Random numbers last: loading the rest may draw some.
-        for name in sorted(self.job.kept, key=lambda name: name == "random"):
+        for name in sorted(self.kept, key=lambda name: name == "random"):
             state = self._part(name, content)
             if state is not None:
                 try:
-                    self.job.kept[name].state.load_state_dict(state)
+                    self.kept[name].state.load_state_dict(state)
                 except (RuntimeError, KeyError, ValueError) as error:
                     reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
                     raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
@@ -138,7 +153,7 @@ class Saver:
         What was one state for all is where each rank begins, should they hold their own now; the other way round, all
         go on from the first one's.
         """
-        kept, world = self.job.kept[name], self.job.world
+        kept, world = self.kept[name], self.world
         if name in content["shared"]:
             return content["shared"][name]
         states = [own[name] for own in content["own"] if name in own]

@@ -7,16 +7,13 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch.distributed.tensor import DTensor
 
+from shoestring.checkpoint.tree import decode, encode
 from shoestring.core.errors import CheckpointError
-
-# A value that JSON has no form for is an object with one of these keys; plain mappings are lists of pairs under _MAP.
-_TENSOR, _ARRAY, _TUPLE, _MAP = "tensor", "array", "tuple", "map"
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -28,7 +25,8 @@ def pack(state: Mapping[str, Any]) -> bytes:
         CheckpointError: a value of another type, named by its path.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = json.dumps(_encode(state, "", tensors))
+    tree = json.dumps(encode(state, "", tensors))
+    tensors = {name: _whole(tensor) for name, tensor in tensors.items()}
     try:
         return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -48,7 +46,7 @@ def unpack(data: bytes) -> dict[str, Any]:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         if metadata["sum"] != _checksum(metadata["tree"], tensors):
             raise ValueError("its content is not what was written")
-        return _decode(json.loads(metadata["tree"]), tensors)
+        return decode(json.loads(metadata["tree"]), tensors.__getitem__)
     except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
 
@@ -63,49 +61,7 @@ def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
     return f"{total:08x}"
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    match value:
-        case torch.Tensor():
-            # Numbered, for two paths may read alike: of the keys 1 and "1", or "a/b" and "b" inside "a".
-            name = f"{len(tensors)}{path}"
-            tensors[name] = _whole(value)
-            return {_TENSOR: name}
-        case np.ndarray() if value.dtype.kind in "biufc":
-            name = f"{len(tensors)}{path}"
-            tensors[name] = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
-            return {_ARRAY: name}
-        case np.bool_() | np.integer() | np.floating() if isinstance(value.item(), bool | int | float):
-            return value.item()
-        case Mapping() if all(isinstance(key, str | int | float | None) for key in value):
-            return {_MAP: [[key, _encode(each, f"{path}/{key}", tensors)] for key, each in value.items()]}
-        case Mapping():
-            odd = next(key for key in value if not isinstance(key, str | int | float | None))
-            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {odd!r} is no string or number")
-        case tuple():
-            return {_TUPLE: [_encode(each, f"{path}/{index}", tensors) for index, each in enumerate(value)]}
-        case list():
-            return [_encode(each, f"{path}/{index}", tensors) for index, each in enumerate(value)]
-        case None | bool() | int() | float() | str():
-            return value
-    raise CheckpointError(f"cannot save `{path.lstrip('/')}`: a {type(value).__name__}", hint="keep tensors or numbers")
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # A clone, because safetensors refuses tensors that share memory (tied weights).
     return whole.detach().cpu().contiguous().clone()
-
-
-def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(tree, list):
-        return [_decode(each, tensors) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    ((form, content),) = tree.items()
-    if form == _TENSOR:
-        return tensors[content]
-    if form == _ARRAY:
-        return tensors[content].numpy()
-    if form == _TUPLE:
-        return tuple(_decode(each, tensors) for each in content)
-    return {key: _decode(each, tensors) for key, each in content}

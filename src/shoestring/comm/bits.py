@@ -24,7 +24,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     A row is cut into as many equal planes as codes fill whole bytes, and so are its bytes: all copies are contiguous.
     """
     per, filled = _period(bits)
-    planes = F.pad(codes, (0, -codes.shape[1] % per)).unflatten(1, (per, -1))
+    missing = -codes.shape[1] % per
+    planes = (F.pad(codes, (0, missing)) if missing else codes).unflatten(1, (per, -1))
     packed = torch.zeros(len(codes), filled, planes.shape[2], dtype=torch.uint8, device=codes.device)
     for plane in range(per):
         for byte, shift in _overlaps(plane, bits):
@@ -38,11 +39,12 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     per, filled = _period(bits)
     parts = packed.unflatten(1, (filled, -1))
     dtype = torch.uint8 if bits <= 8 else torch.int64
-    planes = torch.zeros(len(packed), per, parts.shape[2], dtype=dtype, device=packed.device)
+    planes = torch.empty(len(packed), per, parts.shape[2], dtype=dtype, device=packed.device)
     for plane in range(per):
-        for byte, shift in _overlaps(plane, bits):
-            part = parts[:, byte].to(dtype)
-            planes[:, plane] |= part >> shift if shift >= 0 else part << -shift
+        (byte, shift), *others = _overlaps(plane, bits)
+        torch.bitwise_right_shift(parts[:, byte].to(dtype), shift, out=planes[:, plane])
+        for byte, shift in others:
+            planes[:, plane] |= parts[:, byte].to(dtype) << -shift
     return planes.bitwise_and_(2**bits - 1).flatten(1)[:, :count]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,10 +67,10 @@ class Codec(ABC):
     equal on all ranks; all others are this rank's own, and averages of them over the ranks are what must survive.
     """
 
-    stages: ClassVar[int]
+    stages: int
     """Yields of `code`: exchanges that must follow each other."""
-    shared: ClassVar[frozenset[str]] = frozenset()
-    exposes: ClassVar[bool] = True
+    shared: frozenset[str] = frozenset()
+    exposes: bool = True
     """The first answers are non-finite on every rank whenever an entry of a gradient is on any rank."""
 
     def __init__(self) -> None:

@@ -60,10 +60,7 @@ class PowerSGD(Codec):
     ) -> None:
         super().__init__()
         self.rank, self.alternate, self.dtype, self.least, self.seed = rank, alternate, dtype, least, seed
-
-    @property
-    def stages(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 1 if self.alternate else 2
+        self.stages = 1 if alternate else 2
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
         low = {name: grad.view(len(grad), -1) for name, grad in grads.items() if self._pays(grad)}

@@ -134,13 +134,10 @@ class Selected(Codec):
     def __init__(self, make: Make, selector: Selector, budget: float, *, warmup: int = 2, memory: float = 0.9) -> None:
         super().__init__()
         self.make, self.inner, self.selector = make, make(), selector
+        self.stages = self.inner.stages
         self.budget, self.warmup, self.memory = budget, warmup, memory
         self._plan: _Plan | None = None
         self._lock = threading.Lock()  # several threads may exchange parts of one step
-
-    @property
-    def stages(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.stages
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
         with self._lock:

@@ -23,7 +23,7 @@ class Selective(Codec):
         super().__init__()
         self.codec, self.plain = codec, Dense()
         self.whole = tuple(whole)
-        self.stages, self.shared, self.exposes = codec.stages, codec.shared, codec.exposes  # pyright: ignore
+        self.stages, self.shared, self.exposes = codec.stages, codec.shared, codec.exposes
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
         whole = {name: grad for name, grad in grads.items() if self.is_whole(name)}

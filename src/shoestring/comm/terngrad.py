@@ -30,10 +30,7 @@ class TernGrad(Codec):
     def __init__(self, *, clip: float = 2.5, owners: bool = False, seed: int = 0) -> None:
         super().__init__()
         self.clip, self.owners, self.seed = clip, owners, seed
-
-    @property
-    def stages(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 3 if self.owners else 2
+        self.stages = 3 if owners else 2
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}

@@ -119,8 +119,8 @@ class World:
         """The world of the process group that is already initialised in this program, or one process alone."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(device=own_device(0))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
         on_gpu = "nccl" in dist.get_backend()
         return cls(
             rank=dist.get_rank(),

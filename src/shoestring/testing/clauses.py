@@ -16,7 +16,7 @@ import numpy as np
 import tomli_w
 
 from shoestring import run
-from shoestring.checkpoint import Plain
+from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 from shoestring.settings import help_texts, structure
@@ -216,7 +216,7 @@ CLAUSES: tuple[Clause, ...] = (
 def _saving(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
     """Train with something that saves: the feature itself, where it is of that area."""
     several = [*others, case.feature]
-    if not any(isinstance(each, Plain) for each in several):
+    if not any(isinstance(each, Plain | Tiered) for each in several):
         several.insert(0, Plain())
     arguments = {"steps": STEPS, "dropout": 0.0 if arguments.get("precise") else 0.1} | arguments
     return case.train(ranks, *several, folder=folder, **arguments)

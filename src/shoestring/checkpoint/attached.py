@@ -1,0 +1,137 @@
+"""Attaching the checkpoint cache: to a job, and to a program that knows nothing of jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.resume import forget_all, resume
+from shoestring.checkpoint.tiered import Engine
+from shoestring.core.feature import Phase
+from shoestring.core.job import Job, Kept
+from shoestring.core.kept import Progress, RandomState
+from shoestring.core.world import World
+
+log = logging.getLogger("shoestring")
+
+
+def install(job: Job, settings: Tiered) -> None:
+    """Save the job's kept state after its steps from now on."""
+
+    def stable() -> set[int]:
+        return addresses([job.module, job.built_optimizer])
+
+    engine = Engine(job.kept, job.progress, job.world, settings, slots_folder(settings, job.world), stable)
+    job.keep("checkpoint", engine.schedule)
+
+    def capture() -> None:
+        last = job.progress.step == job.progress.total or job.stopping
+        if last or engine.schedule.due(job.progress.step):
+            job.world.agree(job.verify) if last else job.verify()
+        engine.capture(last)
+        job.trace.facts |= engine.facts()
+
+    job.at(Phase.WAIT, engine.wait)
+    job.at(Phase.CAPTURE, capture)
+    job.exits.callback(close, engine)
+    job.restore = lambda where: resume(engine, where)
+
+
+def close(engine: Engine) -> None:
+    """Stop; of a run that ended by itself nothing stays in memory."""
+    engine.close()
+    if engine.finished and engine.world.local_rank == 0:
+        forget_all(engine.folder.parent)
+
+
+def slots_folder(settings: Tiered, world: World) -> Path:
+    """Where this host's slots lie: by user, run (the folder of its saves) and number of the host."""
+    run = hashlib.sha256(str(Path(settings.folder).resolve()).encode()).hexdigest()[:16]
+    return Path(settings.memory) / f"shoestring-{os.getuid()}" / run / f"host-{world.rank // world.local_size}"
+
+
+def survives(settings: Tiered, hosts: int) -> str:
+    """What the run will survive, in a line."""
+
+    def every(value: int | str) -> str:
+        return "as often as pays" if value == "auto" else f"every {value} steps"
+
+    said = []
+    if settings.memory_every:
+        said.append(f"a killed process: yes, from memory, saved {every(settings.memory_every)}")
+    if hosts > 1 and settings.peers != "off" and settings.peers_every:
+        how = "by copies on others" if settings.peers == "copy" else f"by parity over sets of {settings.set_size}"
+        said.append(f"one host of {hosts} lost: yes, {how}, {every(settings.peers_every)}")
+    disk = every(settings.disk_every) + " and at the end" if settings.disk_every else "at the end and on a signal"
+    return "; ".join([*said, f"to disk {disk}"])
+
+
+def addresses(owners: Iterable[object]) -> set[int]:
+    """Where the tensors lie that only an optimizer's step changes: parameters and optimizer state."""
+    return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
+
+
+def _tensors(owner: object) -> Iterator[Tensor]:
+    if isinstance(owner, nn.Module):
+        yield from owner.parameters()
+    elif isinstance(owner, Optimizer):
+        for state in owner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Attached:
+    """The checkpoint cache of a program with a loop of its own. A context manager: it stops its threads at the end.
+
+    Call `restore` before the loop, and `step` after every optimizer step, on all ranks.
+    """
+
+    def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
+        self.progress, world = Progress(), World.current()
+        self._hooks: list[Callable[[], None]] = []
+        kept = {name: Kept(each, "shard", None) for name, each in state.items()}
+        kept |= {name: Kept(each, "own", None) for name, each in own.items()}
+        kept |= {"progress": Kept(self.progress, "same", None), "random": Kept(RandomState(world.device), "own", None)}
+        owners = list(state.values())
+        folder = slots_folder(settings, world)
+        self.engine = Engine(kept, self.progress, world, settings, folder, lambda: addresses(owners))
+        kept["checkpoint"] = Kept(self.engine.schedule, "same", None)
+        for owner in owners:
+            if isinstance(owner, Optimizer):
+                self._hooks.append(owner.register_step_pre_hook(lambda *_: self.engine.wait()).remove)
+
+    def restore(self, where: str = "auto") -> int:
+        """Go on from the newest state there is; the steps done, 0 where there is none."""
+        return resume(self.engine, where) or 0
+
+    def step(self, *, last: bool = False) -> None:
+        """Count a step, and save where that is due; everything and at once if it is the `last`."""
+        self.progress.step += 1
+        if not self._hooks:  # nobody says when the optimizer will change what is being copied
+            self.engine.wait()
+        self.engine.capture(last)
+
+    def close(self) -> None:
+        for remove in self._hooks:
+            remove()
+        close(self.engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,137 @@
+"""The ranks in a process group of their own, on CPU, for what is saved beside training."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.core._torch import timeout_of
+from shoestring.core.world import World
+
+PIECE = 4 << 20  # bytes of one message
+
+
+@dataclass(frozen=True)
+class Circle:
+    """All ranks; None for `group` is one process alone. For use from one thread at a time."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, world: World) -> Circle:
+        """A group of its own for all ranks of a world; a collective."""
+        if world.size == 1:
+            return cls(0, 1, None)
+        assert dist.group.WORLD is not None
+        timeout: timedelta = timeout_of(dist.group.WORLD)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(world.rank, world.size, group)
+
+    def close(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank."""
+        if self.group is None:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
+        longest = max(1, *(int(length) for length in lengths))
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=self.group)
+        return [each[: int(length)].numpy().tobytes() for each, length in zip(theirs, lengths, strict=True)]
+
+    def tell(self, value: object) -> list:
+        """A JSON value of every rank, on every rank."""
+        return [json.loads(each) for each in self.gather(json.dumps(value).encode())]
+
+    def least(self, values: Sequence[float]) -> Pending:
+        """Start taking the least of each value over the ranks."""
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        work = None
+        if self.group is not None:
+            work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
+        return Pending(numbers, work)
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive contiguous tensors, in messages of at most `PIECE` bytes, all pairs side by side.
+
+        Between two ranks the tensors must be listed in one order. Each message carries its checksum.
+
+        Raises:
+            ConnectionError: what arrived is not what was sent.
+        """
+        for (_, mine), (_, room) in zip(
+            *([each for each in way if each[0] == self.rank] for way in (sends, receives)), strict=True
+        ):
+            room.copy_(mine)
+        sends, receives = ([each for each in way if each[0] != self.rank] for way in (sends, receives))
+        # All receives at once: a rank that sends must never wait for one that is at another message.
+        arriving = [(rank, view, torch.zeros(1, dtype=torch.int64)) for rank, view in _messages(receives)]
+        works = [
+            (dist.irecv(view, rank, group=self.group), dist.irecv(mark, rank, group=self.group))
+            for rank, view, mark in arriving
+        ]
+        self._send(list(_messages(sends)))
+        for (rank, view, mark), pair in zip(arriving, works, strict=True):
+            _wait(pair)
+            if zlib.crc32(view.numpy().data) != int(mark):
+                raise ConnectionError(f"what rank {rank} sent did not arrive whole")
+
+    def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
+        """A few messages at a time, so that training's own traffic gets its turn between them."""
+        window = 2 * len({rank for rank, _ in messages})
+        under_way: deque[Sequence[dist.Work | None]] = deque()
+        for rank, view in messages:
+            mark = torch.tensor([zlib.crc32(view.numpy().data)])
+            under_way.append((dist.isend(view, rank, group=self.group), dist.isend(mark, rank, group=self.group)))
+            if len(under_way) >= window:
+                _wait(under_way.popleft())
+        for pair in under_way:
+            _wait(pair)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Numbers on their way."""
+
+    numbers: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> list[float]:
+        if self.work is not None:
+            self.work.wait()
+        return self.numbers.tolist()
+
+
+def _messages(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Their bytes in pieces, the tensors of each rank in turn, so that no link waits for another's end."""
+    rests = [(rank, _bytes(tensor)) for rank, tensor in tensors if tensor.numel()]
+    longest = max((len(view) for _, view in rests), default=0)
+    for start in range(0, longest, PIECE):
+        for rank, view in rests:
+            if start < len(view):
+                yield rank, view[start : start + PIECE]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,103 @@
+"""Generations on disk: one folder each, whole once its manifest is in it under its final name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Entry, Generation, Record
+from shoestring.checkpoint.part import sums
+from shoestring.core.errors import CheckpointError
+
+log = logging.getLogger("shoestring")
+
+MANIFEST = "manifest.json"
+LATEST = "latest"  # a hint for people; what is there is found by looking
+
+
+@dataclass
+class Disk:
+    """The folder of a run's generations."""
+
+    folder: Path
+    files: Files
+
+    def aside(self, generation: Generation) -> Path:
+        """Where a generation is written before it is committed."""
+        return self.folder / f".{generation.name}.tmp"
+
+    def write(self, generation: Generation, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
+        """Write some of a generation's parts, and make them durable.
+
+        Raises:
+            OSError: as `Files.write`.
+        """
+        aside = self.aside(generation)
+        self.files.folder(aside)
+        entries = {}
+        for name, data in parts.items():
+            entries[name] = Entry(f"{name}.safetensors", len(data), tuple(sums(data)))
+            self.files.write(aside / entries[name].file, data)
+        self.files.sync(aside)
+        return entries
+
+    def commit(self, record: Record) -> None:
+        """Make what was written valid: the manifest last, then the folder's name."""
+        aside, final = self.aside(record.generation), self.folder / record.generation.name
+        self.files.replace(aside / MANIFEST, record.dumps())
+        self.files.rename(aside, final)
+        self.files.sync(self.folder)
+        with suppress(OSError):
+            self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
+
+    def abort(self, generation: Generation) -> None:
+        """Leave nothing of a generation that could not be written."""
+        self.files.remove(self.aside(generation))
+
+    def retire(self, records: Iterable[Path]) -> None:
+        """Delete generations: the manifest first, so that a half-deleted one is none."""
+        for folder in records:
+            with suppress(OSError):
+                self.files.unlink(folder / MANIFEST)
+                self.files.sync(folder)
+                self.files.remove(folder)
+
+    def clean(self) -> None:
+        """Remove what saves that were cut short have left."""
+        for path in self.folder.glob(".step-*.tmp"):
+            self.files.remove(path)
+        for path in self.folder.glob("step-*"):
+            if path.is_dir() and not (path / MANIFEST).exists():
+                self.files.remove(path)
+
+
+def manifests(folder: Path) -> list[tuple[Path, Record]]:
+    """The committed generations in a folder, newest first; those whose manifest is damaged are passed over."""
+    found = []
+    for path in folder.glob("step-*"):
+        if (path / MANIFEST).is_file():
+            try:
+                found.append((path, Record.read(path / MANIFEST)))
+            except CheckpointError as error:
+                log.warning("skipping %s", error)
+    return sorted(found, key=lambda pair: pair[1].generation, reverse=True)
+
+
+def checked(folder: Path, record: Record) -> dict[str, Any]:
+    """Read all of a generation's parts; {"parts", "bytes"}.
+
+    Raises:
+        CheckpointError: the first that is missing or damaged.
+    """
+    for name in record.parts:
+        part = record.part(folder, name)
+        part.verify()
+        _ = part.about, part.pieces
+    return {"parts": len(record.parts), "bytes": sum(entry.nbytes for entry in record.parts.values())}

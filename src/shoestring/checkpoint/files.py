@@ -1,0 +1,86 @@
+"""Every act on files that a save consists of, one by one, so that tests can stop, fail or record each of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from shoestring.core.files import sync_folder
+
+PIECE = 8 << 20  # bytes that one write is of
+
+
+class Files:
+    """Acts on files. `before` is called with the act's name, the path and what is written, before each."""
+
+    def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
+        """Nothing; tests override it."""
+
+    def folder(self, path: Path) -> None:
+        self.before("folder", path)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: Tensor | bytes, *, durable: bool = True) -> None:
+        """A new file with `data` (uint8, 1-d) in it: its room reserved, written, and synced if it must be durable.
+
+        Raises:
+            OSError: no room, no right, or the device failed. After a failed fsync the file must not be trusted, even
+            if another one succeeds.
+        """
+        view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
+        self.before("create", path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            if len(view):
+                self.before("reserve", path)
+                os.posix_fallocate(descriptor, 0, len(view))
+            for start in range(0, len(view), PIECE):
+                self._put(descriptor, path, view[start : start + PIECE], start)
+            if durable:
+                self.before("sync", path)
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _put(self, descriptor: int, path: Path, view: memoryview, at: int) -> None:
+        self.before("write", path, view, at)
+        while len(view):
+            done = os.pwrite(descriptor, view, at)
+            view, at = view[done:], at + done
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; replaces a file, not a folder that holds something."""
+        self.before("rename", source, target)
+        source.rename(target)
+
+    def replace(self, path: Path, data: bytes, *, durable: bool = True) -> None:
+        """Put `data` at `path`, all of it or nothing."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.write(aside, data, durable=durable)
+            self.rename(aside, path)
+            if durable:
+                self.sync(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+
+    def sync(self, folder: Path) -> None:
+        """Make a folder's entries durable."""
+        self.before("sync folder", folder)
+        sync_folder(folder)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file that may be gone already."""
+        self.before("unlink", path)
+        path.unlink(missing_ok=True)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder with all that is in it; what cannot be removed stays."""
+        self.before("remove", folder)
+        shutil.rmtree(folder, ignore_errors=True)

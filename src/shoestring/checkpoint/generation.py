@@ -1,0 +1,115 @@
+"""A generation: the state of all ranks after one step; and the records that say where parts of it lie."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from shoestring.checkpoint.part import Part
+from shoestring.core.errors import CheckpointError
+
+FORMAT = 2
+"""Of everything that `Tiered` writes. Version 0.1 reads 2, and 1 (one file a save, by `Plain`)."""
+
+
+@dataclass(frozen=True, order=True)
+class Generation:
+    """Which one: the steps done, and the start of the run that did the last of them."""
+
+    step: int
+    start: int
+    """Counts the starts of a run; a step that was done again is another generation."""
+    uid: str
+    """Drawn at each start, for starts that knew nothing of each other."""
+    ranks: int = field(compare=False)
+    local: int = field(compare=False)
+    """Ranks of one host."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder on disk."""
+        return f"step-{self.step:08d}-{self.start:04d}-{self.uid}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file that a part lies in."""
+
+    file: str
+    nbytes: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What lies in one place of one generation: the seal of a slot in memory, or the manifest of a folder on disk."""
+
+    generation: Generation
+    parts: Mapping[str, Entry]
+    """By the part's name, which is its kind and rank."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def dumps(self) -> bytes:
+        body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        return json.dumps({"body": body, "sum": zlib.crc32(body.encode())}).encode()
+
+    @classmethod
+    def loads(cls, data: bytes, source: str) -> Record:
+        """The inverse of `dumps`.
+
+        Raises:
+            CheckpointError: it is damaged, of another format, or names files outside of its folder.
+        """
+        try:
+            outer = json.loads(data)
+            if zlib.crc32(outer["body"].encode()) != outer["sum"]:
+                raise CheckpointError(f"`{source}` is damaged: its content is not what was written")
+            body = json.loads(outer["body"])
+            if body["format"] != FORMAT:
+                raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {FORMAT}")
+            parts = {name: _entry(each) for name, each in body["parts"].items()}
+            return cls(_generation(body["generation"]), parts, dict(body["notes"]))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"`{source}` is no record of a save, or damaged: {error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        try:
+            return cls.loads(path.read_bytes(), str(path))
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
+
+    def part(self, folder: Path, name: str) -> Part:
+        """A part of it, opened; CheckpointError where its file is missing or has another length."""
+        entry = self.parts[name]
+        return Part.open(folder / entry.file, entry.nbytes, entry.sums)
+
+
+def _generation(found: Mapping[str, Any]) -> Generation:
+    numbers = [_count(found[name]) for name in ("step", "start", "ranks", "local")]
+    if numbers[2] < 1 or numbers[3] < 1 or not (isinstance(found["uid"], str) and found["uid"].isalnum()):
+        raise ValueError(f"{dict(found)} for a generation")
+    return Generation(numbers[0], numbers[1], found["uid"], numbers[2], numbers[3])
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    file = found["file"]
+    if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"{file!r} for a file in its folder")
+    return Entry(file, _count(found["nbytes"]), tuple(map(_count, _listed(found["sums"]))))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} for a list")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 60:
+        raise ValueError(f"{value!r} for a count")
+    return value

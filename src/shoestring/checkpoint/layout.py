@@ -1,0 +1,211 @@
+"""Which rank holds which part of which tensor, and which of them saves it where.
+
+Every tensor of the kept state is a *leaf*: the box of it that this rank holds, and the ranks that hold the same box.
+What several ranks hold is saved once: the ranks that hold it cut it into equal stretches of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoestring.core.errors import CheckpointError
+
+PRIVATE = "private"  # on one host only: to disk, and to another host's memory
+SHARE = "share"  # on several hosts, of which this rank writes it to disk
+REST = "rest"  # on several hosts, written to disk by another, but kept in this host's memory too
+KINDS = (PRIVATE, SHARE, REST)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: its first index and its extent in every dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What two boxes share; None where that is empty."""
+        first = tuple(map(max, self.offset, other.offset))
+        stop = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(end - begin for begin, end in zip(first, stop, strict=True))
+        return Box(first, shape) if all(extent > 0 for extent in shape) else None
+
+    def without(self, other: Box) -> Iterator[Box]:
+        """Disjoint boxes that cover what of this one is not in `other`, which lies inside it."""
+        offset, shape = list(self.offset), list(self.shape)
+        for dim, (begin, extent) in enumerate(zip(other.offset, other.shape, strict=True)):
+            for first, stop in ((offset[dim], begin), (begin + extent, offset[dim] + shape[dim])):
+                if stop > first:
+                    yield Box(
+                        (*offset[:dim], first, *offset[dim + 1 :]), (*shape[:dim], stop - first, *shape[dim + 1 :])
+                    )
+            offset[dim], shape[dim] = begin, extent
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """The index of this box in a tensor that holds `outer`."""
+        starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
+
+    def rows(self, first: int, stop: int) -> Box:
+        """The rows [first, stop) of it, counted along the first dimension."""
+        if not self.shape:
+            return self
+        return Box((self.offset[0] + first, *self.offset[1:]), (stop - first, *self.shape[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """What this rank holds of one tensor: `data` is `box` of a tensor of `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    holders: tuple[int, ...]
+    """The ranks that hold this box, in ascending order."""
+    data: Tensor
+
+    @property
+    def row_count(self) -> int:
+        return self.box.shape[0] if self.box.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def rows(self, first: int, stop: int) -> Leaf:
+        """The leaf of some of its rows."""
+        if (first, stop) == (0, self.row_count):
+            return self
+        return replace(self, box=self.box.rows(first, stop), data=self.data[first:stop])
+
+
+def leaf_of(name: str, tensor: Tensor, holders: Sequence[int]) -> Leaf:
+    """The leaf of a tensor; `holders` are the ranks that hold the same where it is no DTensor.
+
+    Raises:
+        CheckpointError: a DTensor whose value is still to be summed over ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return Leaf(name, tuple(tensor.shape), Box((0,) * tensor.ndim, tuple(tensor.shape)), tuple(holders), tensor)
+    box = box_of(name, tensor)
+    return Leaf(name, tuple(tensor.shape), box, _same_box(tensor), tensor.to_local().detach())
+
+
+def box_of(name: str, tensor: DTensor) -> Box:
+    """This rank's box of a DTensor."""
+    for placement in tensor.placements:
+        if not isinstance(placement, Replicate | Shard):
+            raise CheckpointError(f"cannot save `{name}`: it is placed as {placement}", hint="save it whole")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def _same_box(tensor: DTensor) -> tuple[int, ...]:
+    """The ranks of the mesh that differ from this one in dimensions only over which the tensor is replicated."""
+    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    assert place is not None
+    index = tuple(
+        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
+        for at, placement in zip(place, tensor.placements, strict=True)
+    )
+    return tuple(sorted(mesh[index].flatten().tolist()))
+
+
+# -- who saves what ---------------------------------------------------------------------------------------------------
+
+
+def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, list[Leaf]]:
+    """The pieces of this rank's leaves that it saves, by kind.
+
+    The ranks of one host that hold a box cut it into equal stretches, one each, for the host's memory. Of its stretch
+    a rank writes to disk as many equal parts as there are hosts with the box, the one at its host's place.
+    """
+    found: dict[str, list[Leaf]] = {kind: [] for kind in KINDS}
+    for holders, group in itertools.groupby(sorted(leaves, key=lambda leaf: leaf.holders), lambda leaf: leaf.holders):
+        same = list(group)
+        hosts = sorted({holder // local_size for holder in holders})
+        local = [holder for holder in holders if holder // local_size == rank // local_size]
+        place, ways = local.index(rank), len(local)
+        if len(hosts) == 1:
+            found[PRIVATE] += stretch(same, place, place + 1, ways)
+            continue
+        regular = len(holders) == ways * len(hosts)
+        count, at = (len(hosts), hosts.index(rank // local_size)) if regular else (1, 0)
+        first, stop, parts = place * count, (place + 1) * count, ways * count
+        if not (regular or hosts[0] == rank // local_size):
+            found[REST] += stretch(same, first, stop, parts)
+            continue
+        found[REST] += stretch(same, first, first + at, parts) if at else ()
+        found[SHARE] += stretch(same, first + at, first + at + 1, parts)
+        found[REST] += stretch(same, first + at + 1, stop, parts) if first + at + 1 < stop else ()
+    return found
+
+
+def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterator[Leaf]:
+    """Of the leaves' bytes in a row, cut into equal `parts` at the borders of rows, the parts [first, stop)."""
+    ends = list(itertools.accumulate(leaf.nbytes for leaf in leaves))
+    if not ends or not ends[-1]:
+        if first == 0:  # tensors without elements are saved too
+            yield from leaves
+        return
+    begin, end = (_cut(leaves, ends, ends[-1] * part // parts, part == parts) for part in (first, stop))
+    for index, leaf in enumerate(leaves):
+        low = max((index, 0), begin)
+        high = min((index, leaf.row_count), end)
+        if low < high or (leaf.nbytes == 0 and begin <= (index, 0) < end):
+            yield leaf.rows(low[1], high[1]) if leaf.nbytes else leaf
+
+
+def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> tuple[int, int]:
+    """(leaf, row) before which the bytes in a row are cut, at or after `byte`."""
+    if last:
+        return len(leaves), 0
+    index = bisect_left(ends, byte + 1)
+    leaf = leaves[index]
+    row = -(-(byte - (ends[index] - leaf.nbytes)) * leaf.row_count // leaf.nbytes)
+    return (index + 1, 0) if row == leaf.row_count else (index, row)
+
+
+# -- from where to read -----------------------------------------------------------------------------------------------
+
+
+def sources(wanted: Box, offers: Iterable[tuple[Box, object]]) -> list[tuple[Box, object]] | None:
+    """(box, offer) pairs that cover `wanted` without overlaps, earlier offers first; None where they do not."""
+    missing, found = [wanted] if wanted.numel else [], []
+    for box, offer in offers:
+        rest = []
+        for part in missing:
+            shared = part.overlap(box)
+            if shared is None:
+                rest.append(part)
+            else:
+                found.append((shared, offer))
+                rest.extend(part.without(shared))
+        missing = rest
+        if not missing:
+            break
+    return None if missing else found
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""safetensors' names of torch's types."""

@@ -1,0 +1,218 @@
+"""One file form for every level: a safetensors file of pieces of tensors, with a checksum for each chunk of it.
+
+Besides the tensors, the header's metadata holds `about` (JSON: of which generation and rank it is, and the trees whose
+leaves the tensors are) and `boxes` (JSON: of which tensor and which box of it each piece is).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.checkpoint.layout import DTYPES, Box, Leaf
+from shoestring.core.errors import CheckpointError
+
+CHUNK = 4 << 20  # bytes that one checksum is of
+HEADER_LIMIT = 100_000_000  # bytes of the longest header, safetensors' own limit
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A part that is to be written: its header, and where each piece goes."""
+
+    header: bytes
+    pieces: tuple[tuple[Leaf, int], ...]
+    """The pieces with the byte at which they start, from the file's beginning."""
+    nbytes: int
+
+    @classmethod
+    def of(cls, leaves: Iterable[Leaf], about: Mapping[str, Any]) -> Draft:
+        """The draft of some pieces; those of wide types first, so that all are aligned."""
+        ordered = sorted(leaves, key=lambda leaf: -leaf.data.element_size())
+        entries, boxes, end = {}, {}, 0
+        for leaf in ordered:
+            name, kind = _entry(leaf, entries), _NAMES.get(leaf.data.dtype)
+            if kind is None:
+                raise CheckpointError(f"cannot save `{leaf.name}`: safetensors has no {leaf.data.dtype}")
+            span = [end, end := end + leaf.nbytes]
+            entries[name] = {"dtype": kind, "shape": list(leaf.data.shape), "data_offsets": span}
+            boxes[name] = [leaf.name, list(leaf.shape), list(leaf.box.offset)]
+        metadata = {"about": json.dumps(about), "boxes": json.dumps(boxes)}
+        text = json.dumps({"__metadata__": metadata, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        starts = (len(header) + entry["data_offsets"][0] for entry in entries.values())
+        return cls(header, tuple(zip(ordered, starts, strict=True)), len(header) + end)
+
+
+def _entry(leaf: Leaf, taken: Mapping[str, Any]) -> str:
+    whole = leaf.box.shape == leaf.shape
+    name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
+    return name if name not in taken and name != "__metadata__" else f"{name}#{len(taken)}"
+
+
+def piece_view(buffer: Tensor, start: int, leaf: Leaf) -> Tensor:
+    """The place of a piece in a part's bytes, as a tensor of its type and shape."""
+    return buffer[start : start + leaf.nbytes].view(leaf.data.dtype).view(leaf.data.shape)
+
+
+def sums(data: Tensor) -> list[int]:
+    """CRC-32 of each chunk of bytes (uint8, 1-d)."""
+    view = data.numpy().data
+    return [zlib.crc32(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK)]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece in a part: where its bytes are, and which box of which tensor it is."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Part:
+    """A part's bytes and the checksums they must have; what is read of it is verified first.
+
+    Args:
+        name: for messages.
+        data: its bytes (uint8, 1-d), of this process or mapped from a file.
+        expected: CRC-32 of each chunk.
+    """
+
+    name: str
+    data: Tensor
+    expected: Sequence[int]
+    _good: set[int] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, path: Path, nbytes: int, expected: Sequence[int]) -> Part:
+        """Map a file.
+
+        Raises:
+            CheckpointError: it is not there, or of another length.
+        """
+        try:
+            found = path.stat().st_size
+            if found != nbytes or len(expected) != -(-nbytes // CHUNK):
+                raise CheckpointError(f"`{path}` is damaged: {found} bytes in place of {nbytes}")
+            return cls(str(path), mapped(path, nbytes), expected)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read `{path}`: {error}") from error
+
+    def verify(self, start: int = 0, stop: int | None = None) -> None:
+        """Raise CheckpointError unless the chunks of these bytes have their checksums."""
+        view = self.data.numpy().data
+        for index in range(start // CHUNK, -(-(len(view) if stop is None else stop) // CHUNK)):
+            if index not in self._good:
+                if zlib.crc32(view[index * CHUNK : (index + 1) * CHUNK]) != self.expected[index]:
+                    raise CheckpointError(f"`{self.name}` is damaged: chunk {index} is not what was written")
+                self._good.add(index)
+
+    @cached_property
+    def _header(self) -> tuple[dict[str, Any], int]:
+        try:
+            length = int.from_bytes(self.data[:8].numpy().tobytes(), "little")
+            if not 2 <= length <= min(HEADER_LIMIT, len(self.data) - 8):
+                raise ValueError(f"a header of {length} bytes")
+            self.verify(0, 8 + length)
+            found = json.loads(self.data[8 : 8 + length].numpy().tobytes(), object_pairs_hook=_no_twins)
+            if not isinstance(found, dict):
+                raise ValueError("its header is no object")
+            return found, 8 + length
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"`{self.name}` is no part of a save, or damaged: {error}") from error
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What was said about it when it was written."""
+        return self._metadata("about")
+
+    def _metadata(self, key: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self._header[0]["__metadata__"][key])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"`{self.name}` is no part of a save: it lacks {key}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"`{self.name}` is no part of a save: its {key} is no object")
+        return found
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Its pieces, in the order of their bytes.
+
+        Raises:
+            CheckpointError: they overlap, leave gaps, or are not what the header says of them.
+        """
+        (header, start), boxes = self._header, self._metadata("boxes")
+        try:
+            found = [_piece(entry, boxes[name], start) for name, entry in header.items() if name != "__metadata__"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"`{self.name}` is no part of a save, or damaged: {error}") from error
+        found.sort(key=lambda piece: (piece.start, piece.stop))
+        ends = [start, *(piece.stop for piece in found)]
+        if any(piece.start != end for piece, end in zip(found, ends, strict=False)) or ends[-1] != len(self.data):
+            raise CheckpointError(f"`{self.name}` is damaged: its pieces overlap, leave gaps or end elsewhere")
+        return tuple(found)
+
+    def read(self, piece: Piece, box: Box | None = None) -> Tensor:
+        """A box of a piece's tensor, verified; a view of the part's bytes."""
+        self.verify(piece.start, piece.stop)
+        whole = self.data[piece.start : piece.stop]
+        if whole.data_ptr() % piece.dtype.itemsize:  # such a file was not written here
+            whole = whole.clone()
+        whole = whole.view(piece.dtype).view(piece.box.shape)
+        return whole if box is None else whole[box.inside(piece.box)]
+
+
+def _piece(entry: Mapping[str, Any], place: Sequence[Any], start: int) -> Piece:
+    tensor, shape, offset = place
+    extent, (first, stop), dtype = entry["shape"], entry["data_offsets"], DTYPES[entry["dtype"]]
+    for number in (*shape, *offset, *extent, first, stop):
+        if type(number) is not int or not 0 <= number < 1 << 60:
+            raise ValueError(f"{number!r} for a size")
+    if not isinstance(tensor, str) or not len(shape) == len(offset) == len(extent):
+        raise ValueError(f"a piece of {tensor!r} of other dimensions")
+    if any(at + size > whole for at, size, whole in zip(offset, extent, shape, strict=True)):
+        raise ValueError(f"a piece outside of `{tensor}`")
+    if stop - first != prod(extent) * dtype.itemsize:
+        raise ValueError(f"a piece of `{tensor}` of {stop - first} bytes")
+    return Piece(tensor, tuple(shape), Box(tuple(offset), tuple(extent)), dtype, start + first, start + stop)
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name twice in its header")
+    return found
+
+
+def mapped(path: Path, nbytes: int, *, writable: bool = False) -> Tensor:
+    """A file's bytes (uint8, 1-d) without a copy; what is written to them is written to the file if `writable`."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    if writable:
+        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    # Copy-on-write, for torch has no read-only tensors: nobody writes, so nothing is copied.
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(nbytes,)))

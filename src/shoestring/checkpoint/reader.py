@@ -1,0 +1,301 @@
+"""Reading a generation from wherever its parts are: this host's memory and disk, or another host's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoestring.checkpoint import peers
+from shoestring.checkpoint.circle import Circle
+from shoestring.checkpoint.generation import Entry, Generation
+from shoestring.checkpoint.layout import PRIVATE, Box, box_of, sources
+from shoestring.checkpoint.part import Part, Piece, mapped
+from shoestring.checkpoint.staging import home
+from shoestring.checkpoint.tree import decode, encode
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Kept
+from shoestring.core.world import World
+
+log = logging.getLogger("shoestring")
+
+MEMORY, DISK = "memory", "disk"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A file with a part of a generation, that the ranks of one host can read."""
+
+    generation: Generation
+    host: int
+    level: str
+    path: str
+    part: str
+    entry: Entry
+    notes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.host, self.path
+
+    @property
+    def held(self) -> bool:
+        return Path(self.path).name.startswith("held-")
+
+
+def opened(offer: Offer) -> Part:
+    """An offer's part, mapped. A slot's file is longer than what is in it."""
+    path, entry = Path(offer.path), offer.entry
+    if offer.level == MEMORY:
+        try:
+            if path.stat().st_size < entry.nbytes:
+                raise CheckpointError(f"`{path}` is damaged: it is too short")
+            return Part(offer.path, mapped(path, entry.nbytes), entry.sums)
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
+    return Part.open(path, entry.nbytes, entry.sums)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A box of a piece of a part that some host offers."""
+
+    tensor: str
+    offer: int
+    piece: int
+    box: Box
+    server: int
+    """The present rank that reads it from memory or disk."""
+
+
+@dataclass(eq=False)
+class Reader:
+    """The pieces of all offers of a generation, and reading them wherever they are."""
+
+    world: World
+    circle: Circle
+    offers: list[Offer]
+    parts: dict[int, Part] = field(default_factory=dict)
+    pieces: dict[str, list[tuple[Box, tuple[int, int]]]] = field(default_factory=dict)
+    """By tensor: the boxes that can be read, as (box, (offer, piece)), the nearest first."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _plan: list[Read] = field(default_factory=list)
+
+    @property
+    def host(self) -> int:
+        return self.world.rank // self.world.local_size
+
+    def open(self) -> set[tuple[int, str]]:
+        """Read the headers on the hosts that have them, and tell them to all; the damaged ones."""
+        damaged, told = [], []
+        for index, offer in enumerate(self.offers):
+            if offer.host != self.host or offer.part.startswith(peers.PARITY):
+                continue
+            try:
+                self.parts[index] = part = opened(offer)
+                if self._server(index) == self.world.rank:
+                    part.verify(0, 8)
+                    told.append([index, part.about, [_described(piece) for piece in part.pieces]])
+            except CheckpointError as error:
+                log.warning("%s", error)
+                damaged.append(list(offer.key))
+        if any(bad := self.circle.tell(damaged)):
+            return {(host, path) for each in bad for host, path in each}
+        for index, about, pieces in sorted(
+            (each for listed in self.circle.tell(told) for each in listed), key=lambda each: self._distance(each[0])
+        ):
+            self.abouts.setdefault(self.offers[index].part, about)
+            for number, (tensor, shape, offset, extent, dtype) in enumerate(pieces):
+                self.kinds[tensor] = getattr(torch, dtype), tuple(shape)
+                self.pieces.setdefault(tensor, []).append((Box(tuple(offset), tuple(extent)), (index, number)))
+        return set()
+
+    def _server(self, index: int) -> int:
+        """The rank that reads an offer for others."""
+        return self.offers[index].host * self.world.local_size + index % self.world.local_size
+
+    def _distance(self, index: int) -> tuple[bool, bool, bool, int]:
+        offer = self.offers[index]
+        far = offer.host != self.host
+        return far, offer.level == DISK, offer.held, index
+
+    def locate(self, tensor: str, box: Box) -> list[Read]:
+        """What to read for a box of a tensor.
+
+        Raises:
+            CheckpointError: it is not all there.
+        """
+        found = sources(box, self.pieces.get(tensor, []))
+        if found is None or tensor not in self.kinds:
+            raise CheckpointError(f"`{tensor}` is incomplete")
+        reads = []
+        for part, (index, piece) in found:  # pyright: ignore[reportGeneralTypeIssues]
+            near = self.offers[index].host == self.host
+            reads.append(Read(tensor, index, piece, part, self.world.rank if near else self._server(index)))
+        return reads
+
+    def verify(self, reads: list[Read]) -> set[tuple[int, str]]:
+        """Verify what all ranks will read, on the ranks that read it; the damaged offers."""
+        self._plan = reads
+        ask = [[r.offer, r.piece, r.box.offset, r.box.shape, r.server] for r in reads if r.server != self.world.rank]
+        self._asked = self.circle.tell(ask)
+        damaged = []
+        mine = {(read.offer, read.piece) for read in reads if read.server == self.world.rank}
+        mine |= {(o, p) for asked in self._asked for o, p, _, _, server in asked if server == self.world.rank}
+        for index, number in sorted(mine):
+            try:
+                piece = self.parts[index].pieces[number]
+                self.parts[index].verify(piece.start, piece.stop)
+            except CheckpointError as error:
+                log.warning("%s", error)
+                damaged.append(list(self.offers[index].key))
+        return {(host, path) for each in self.circle.tell(damaged) for host, path in each}
+
+    def fetch(self) -> list[Tensor]:
+        """The tensors of all planned reads, in their order: views of what is near, copies of what was sent."""
+        sends = [
+            (rank, self._at(o, p, Box(tuple(offset), tuple(shape))).contiguous())
+            for rank, asked in enumerate(self._asked)
+            for o, p, offset, shape, server in asked
+            if server == self.world.rank
+        ]
+        got, receives = [], []
+        for read in self._plan:
+            if read.server == self.world.rank:
+                got.append(self._at(read.offer, read.piece, read.box))
+            else:
+                got.append(torch.empty(read.box.shape, dtype=self.kinds[read.tensor][0]))
+                receives.append((read.server, got[-1]))
+        self.circle.swap(sends, receives)
+        return got
+
+    def _at(self, index: int, number: int, box: Box) -> Tensor:
+        part = self.parts[index]
+        return part.read(part.pieces[number], box)
+
+
+def _described(piece: Piece) -> list[Any]:
+    return [piece.tensor, piece.shape, piece.box.offset, piece.box.shape, str(piece.dtype).removeprefix("torch.")]
+
+
+# -- what a rank wants ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Wanted:
+    """The states that this rank needs of a generation, and the boxes of tensors that they are made of."""
+
+    kept: Mapping[str, Kept]
+    world: World
+    generation: Generation
+    reader: Reader
+
+    def __post_init__(self) -> None:
+        self._read_boxes: list[Box] = []
+        self._boxes: dict[str, tuple[Box, DTensor | None]] = {}
+        self._counts: list[tuple[str, int]] = []
+        self._placed: dict[str, DTensor] = {}
+        for name, each in self.kept.items():
+            found: dict[str, Tensor] = {}
+            encode(each.state.state_dict(), name, found)
+            for path, tensor in found.items():
+                if isinstance(tensor, DTensor):
+                    key = f"{home(tensor, self.world.rank)}:{path}" if each.across == "own" else path
+                    self._placed[key] = tensor
+        self._trees = {rank: self._about(rank) for rank in range(self.generation.ranks)}
+
+    def _about(self, rank: int) -> dict[str, Any]:
+        try:
+            return self.reader.abouts[f"{PRIVATE}-{rank}"]
+        except KeyError as error:
+            raise CheckpointError(f"the state of former rank {rank} is missing") from error
+
+    def reads(self) -> list[Read]:
+        """Everything to read, box by box."""
+        for name in self.kept:
+            self._visit(name, self._want)
+        reads: list[Read] = []
+        for tensor, (box, _) in self._boxes.items():
+            found = self.reader.locate(tensor, box)
+            self._counts.append((tensor, len(found)))
+            reads += found
+        self._read_boxes = [read.box for read in reads]
+        return reads
+
+    def states(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The states, by name, once everything is read; they share nothing with slots or files."""
+        ready, at = {}, 0
+        for tensor, count in self._counts:
+            box, placed = self._boxes[tensor]
+            parts = list(zip(self._read_boxes[at : at + count], tensors[at : at + count], strict=True))
+            ready[tensor], at = _assembled(box, parts, self.reader.kinds[tensor][0]), at + count
+            if placed is not None:
+                shape = placed.shape
+                ready[tensor] = DTensor.from_local(
+                    ready[tensor].to(placed.to_local().device), placed.device_mesh, placed.placements,
+                    run_check=False, shape=shape, stride=placed.stride(),
+                )  # fmt: skip
+        found = {name: self._visit(name, lambda leaf, _: ready[leaf]) for name in self.kept}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def _want(self, tensor: str, placed: bool) -> Tensor:
+        """Note that a tensor is needed: this rank's box of it where it is placed as one here, else all of it."""
+        shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
+        mine = self._placed.get(tensor) if placed else None
+        if mine is not None and tuple(mine.shape) == shape:
+            self._boxes[tensor] = box_of(tensor, mine), mine
+        else:
+            self._boxes.setdefault(tensor, (Box((0,) * len(shape), shape), None))
+        return torch.empty(0)
+
+    def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
+        """This rank's state, its tensors from `leaf`; None for what the save lacks or what starts afresh.
+
+        What was one state for all is where each rank begins, should they hold their own now; the other way round, all
+        go on from the first one's.
+        """
+        each = self.kept[name]
+        first = self._trees[0]["trees"]
+        if name in first["shared"]:
+            return decode(first["shared"][name], lambda path: leaf(path, True))
+        if name not in first["own"]:
+            return None
+        if each.across != "own":
+            return self._own(0, name, leaf, placed=False)
+        ranks, same = self.generation.ranks, self.generation.local == self.world.local_size
+        if ranks == self.world.size and (each.merge is None or same):
+            return self._own(self.world.rank, name, leaf, placed=True)
+        if each.merge is None:
+            return None
+        return self._merged(each, [self._own(rank, name, leaf, placed=False) for rank in range(ranks)], leaf)
+
+    def _merged(self, each: Kept, states: list[dict[str, Any]], leaf: Callable[..., Tensor]) -> dict[str, Any] | None:
+        if leaf == self._want:
+            return None
+        assert each.merge is not None
+        return each.merge(states, self.world.rank, self.world.size)
+
+    def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
+        about = self._trees[rank]
+        return decode(about["trees"]["own"][name], partial(self._owned, about["homes"], rank, leaf, placed))
+
+    def _owned(
+        self, homes: Mapping[str, str], rank: int, leaf: Callable[[str, bool], Tensor], placed: bool, path: str
+    ) -> Tensor:
+        return leaf(f"{homes.get(path, rank)}:{path}", placed)
+
+
+def _assembled(box: Box, parts: Sequence[tuple[Box, Tensor]], dtype: torch.dtype) -> Tensor:
+    """A copy of the box's content from its parts."""
+    whole = torch.empty(box.shape, dtype=dtype)
+    for inner, tensor in parts:
+        whole[inner.inside(box)].copy_(tensor)
+    return whole

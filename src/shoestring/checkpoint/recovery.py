@@ -1,0 +1,198 @@
+"""Going on from the newest generation that can be put together from what is left in memories and on disks.
+
+All ranks tell what they see (*offers*), take the newest generation whose every part can be had, verify what they will
+read of it, vote, and only then read: from this host's memory, its disk, or other hosts. A damaged offer is dropped and
+the choice made anew, so that all ranks fall back together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.checkpoint import peers
+from shoestring.checkpoint.circle import Circle
+from shoestring.checkpoint.disk import manifests
+from shoestring.checkpoint.generation import Generation, Record
+from shoestring.checkpoint.layout import PRIVATE
+from shoestring.checkpoint.reader import DISK, MEMORY, Offer, Reader, Wanted, opened
+from shoestring.checkpoint.slots import Slot, seals
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Kept
+from shoestring.core.world import World
+
+log = logging.getLogger("shoestring")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A generation, and what can be read of it."""
+
+    generation: Generation
+    offers: tuple[Offer, ...]
+    lost: tuple[peers.Rebuild, ...]
+    """Parts that must be rebuilt from parity first."""
+
+    @property
+    def worst(self) -> str:
+        """The farthest level that is needed: memory, peers or disk."""
+        nearest = {}
+        for offer in self.offers:
+            level = DISK if offer.level == DISK else "peers" if offer.held else MEMORY
+            rank = (MEMORY, "peers", DISK).index(level)
+            nearest[offer.part] = min(rank, nearest.get(offer.part, 3))
+        needed = [nearest[part] for part in nearest if part.startswith(PRIVATE)]
+        return (MEMORY, "peers", DISK)[max([*needed, 1 if self.lost else 0])]
+
+
+@dataclass(eq=False)
+class Recovery:
+    """One attempt to find and read a generation; every method that talks is a collective."""
+
+    kept: Mapping[str, Kept]
+    world: World
+    circle: Circle
+    bad: set[tuple[int, str]] = field(default_factory=set)
+    """Offers that turned out to be damaged."""
+    reason: str = ""
+    """Why the last attempt failed."""
+
+    @property
+    def host(self) -> int:
+        return self.world.rank // self.world.local_size
+
+    # -- offers -------------------------------------------------------------------------------------------------------
+
+    def offers(self, memory: Path | None, disk: Path | None) -> list[Offer]:
+        """What all hosts have; the first rank of each looks."""
+        mine: list[Any] = []
+        if self.world.local_rank == 0:
+            places = [(MEMORY, path.parent, record) for path, record in seals_under(memory)] if memory else []
+            places += [(DISK, path, record) for path, record in manifests(disk)] if disk else []
+            mine = [[level, str(path), record.dumps().decode()] for level, path, record in places]
+        found = []
+        for rank, told in enumerate(self.circle.tell(mine)):
+            for level, folder, text in told:
+                record = Record.loads(text.encode(), folder)
+                notes = tuple(record.notes.items())
+                for name, entry in record.parts.items():
+                    path = str(Path(folder) / entry.file)
+                    host = rank // self.world.local_size
+                    found.append(Offer(record.generation, host, level, path, name, entry, notes))
+        return found
+
+    def choices(self, offers: Iterable[Offer]) -> Iterator[Choice]:
+        """The generations of which every rank's private part can be had, newest first."""
+        good = [offer for offer in offers if offer.key not in self.bad]
+        for generation in sorted({offer.generation for offer in good}, reverse=True):
+            there = tuple(offer for offer in good if offer.generation == generation)
+            missing = [r for r in range(generation.ranks) if not _having(there, f"{PRIVATE}-{r}")]
+            lost = [self._rebuild(there, rank) for rank in missing]
+            if all(lost):
+                yield Choice(generation, there, tuple(each for each in lost if each))
+
+    def _rebuild(self, offers: Sequence[Offer], lost: int) -> peers.Rebuild | None:
+        """How a lost rank's part is rebuilt; None where too little of its set is left."""
+        for offer in offers:
+            notes = dict(offer.notes)
+            if lost not in notes.get("ranks", ()):
+                continue
+            of = peers.ParitySet(tuple(notes["ranks"]), tuple(notes["lengths"]))
+            holders = {}
+            for rank in of.ranks:
+                having = _having(offers, f"{PRIVATE}-{rank}", f"{peers.PARITY}-{rank}")
+                if rank != lost and having:
+                    holders[rank] = having[0] * self.world.local_size + rank % self.world.local_size
+            if len(holders) == len(of.ranks) - 1:
+                busy = [rank // self.world.local_size for rank in holders.values()]
+                host = peers.pick_builder(range(self.world.hosts), busy)
+                return peers.Rebuild(of, lost, holders, host * self.world.local_size + lost % self.world.local_size)
+        return None
+
+    # -- an attempt ---------------------------------------------------------------------------------------------------
+
+    def attempt(self, choice: Choice, slot: Callable[[int], Slot]) -> dict[str, Any] | None:
+        """The states of this rank, by name; None, and more in `bad`, where something is damaged.
+
+        Args:
+            slot: a slot of this rank for the part of a former rank that is rebuilt here.
+        """
+        offers = list(choice.offers)
+        for how in choice.lost:
+            offers += self._rebuilt(choice, how, slot)
+            if self.bad & {offer.key for offer in offers}:
+                return None
+        reader = Reader(self.world, self.circle, offers)
+        if damaged := reader.open():
+            self.bad |= damaged
+            return None
+        wanted, reads, reason = None, [], ""
+        try:
+            wanted = Wanted(self.kept, self.world, choice.generation, reader)
+            reads = wanted.reads()
+        except CheckpointError as error:
+            reason = str(error)
+        if reason := next(filter(None, self.circle.tell(reason)), ""):
+            self.reason = reason
+            log.warning("skipping the save of step %s: %s", choice.generation.step, reason)
+            self.bad |= {offer.key for offer in offers}
+            return None
+        assert wanted is not None
+        if damaged := reader.verify(reads):
+            self.bad |= damaged
+            return None
+        return wanted.states(reader.fetch())
+
+    def _rebuilt(self, choice: Choice, how: peers.Rebuild, slot: Callable[[int], Slot]) -> list[Offer]:
+        """Rebuild a part in a slot of the builder, which then offers it."""
+        parts: dict[int, Tensor] = {}
+        parities: dict[int, Tensor] = {}
+        damaged = []
+        for rank, holder in how.holders.items():
+            if holder != self.world.rank:
+                continue
+            for name, into in ((f"{PRIVATE}-{rank}", parts), (f"{peers.PARITY}-{rank}", parities)):
+                offer = next(each for each in choice.offers if (each.host, each.part) == (self.host, name))
+                try:
+                    part = opened(offer)
+                    part.verify()
+                    into[rank] = part.data
+                except CheckpointError as error:
+                    log.warning("%s", error)
+                    damaged.append(list(offer.key))
+        if any(told := self.circle.tell(damaged)):
+            self.bad |= {(host, path) for each in told for host, path in each}
+            return []
+        nbytes = how.of.lengths[how.of.ranks.index(how.lost)]
+        name = f"{PRIVATE}-{how.lost}"
+        builds = self.world.rank == how.builder
+        target = slot(how.lost) if builds else None
+        into = torch.empty(0, dtype=torch.uint8)
+        if target is not None:
+            target.begin()
+            into = target.room(name, nbytes)
+        peers.rebuild(self.circle, how, parts, parities, into)
+        record = [target.seal(choice.generation).dumps().decode(), str(target.stem.parent)] if target else None
+        text, folder = self.circle.tell(record)[how.builder]
+        entry = Record.loads(text.encode(), folder).parts[name]
+        host = how.builder // self.world.local_size
+        return [Offer(choice.generation, host, MEMORY, str(Path(folder) / entry.file), name, entry)]
+
+
+def _having(offers: Iterable[Offer], *parts: str) -> list[int]:
+    """The hosts that have all of these parts, memory before disk."""
+    ordered = sorted(offers, key=lambda offer: (offer.level == DISK, offer.held, offer.host))
+    hosts = dict.fromkeys(offer.host for offer in ordered)
+    return [host for host in hosts if all(any((o.host, o.part) == (host, part) for o in ordered) for part in parts)]
+
+
+def seals_under(memory: Path) -> Iterator[tuple[Path, Record]]:
+    """The seals of all slots of a run on this host."""
+    for folder in sorted(path for path in memory.glob("host-*") if path.is_dir()):
+        yield from seals(folder)

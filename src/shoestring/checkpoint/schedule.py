@@ -1,0 +1,112 @@
+"""At which steps each level saves, and what that is decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shoestring.checkpoint.interval import Level, Rates, plan
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
+
+MEMORY: Final = "memory"
+PEERS: Final = "peers"
+DISK: Final = "disk"
+LEVELS: Final = (MEMORY, PEERS, DISK)
+
+_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures that a level is for
+_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first save of each, where nothing is measured yet
+_RESTART = 15.0  # seconds from a failure to where training goes on, beside what reading the state takes
+_SLOWDOWN = 0.1  # what a save beside training slows it down, until that is measured
+_RECENT = 0.2  # weight of the newest measurement
+
+
+class Schedule:
+    """Steps between saves, the same on all ranks: numbers from the run file, or planned from costs that are agreed."""
+
+    def __init__(self, settings: Tiered, has_peers: bool) -> None:
+        wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
+        if not has_peers:
+            wishes[PEERS] = 0
+        self.auto = [level for level in LEVELS if wishes[level] == "auto"]
+        self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
+        self.rates = Rates()
+        self._late: set[str] = set()
+        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
+        self._stall = 0.0  # seconds that a save stops training for
+        self._step = {False: 0.0, True: 0.0}  # seconds of a step, without and with a save beside it
+        self._newest = 0.0
+        self._observed = 0
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def stepped(self, now: float, step: int, *, beside: bool) -> None:
+        """A step has ended."""
+        if self._newest:
+            self._step[beside] = _mixed(self._step[beside], now - self._newest)
+        self._newest = now
+        self._observed = self._observed or step
+
+    def stalled(self, seconds: float) -> None:
+        """A save has stopped training for so long."""
+        self._stall = _mixed(self._stall, seconds)
+
+    def took(self, level: str, seconds: float) -> None:
+        """A save has taken so long at a level, beside training."""
+        self._seconds[level] = _mixed(self._seconds[level], seconds)
+
+    def costs(self) -> list[float]:
+        """What is measured on this rank; the ranks take the largest of each."""
+        return [*self._step.values(), self._stall, *self._seconds.values()]
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> set[str]:
+        """The levels that save after this step; every save goes through memory."""
+        found = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
+        return found | {MEMORY} if found else found
+
+    def postpone(self, levels: set[str]) -> None:
+        """Save at these after the next step: now was too early."""
+        self._late |= levels
+
+    def done(self, levels: set[str]) -> None:
+        """What was due, late or not, is under way."""
+        self._late -= levels
+
+    def agreed(self, costs: Sequence[float], step: int) -> None:
+        """Plan anew from the costs that the ranks have agreed on."""
+        idle, busy, stall, *durations = costs
+        if not self.auto or not idle:
+            return
+        if step > self._observed > 0:
+            self.rates.observe((step - self._observed) * idle)
+            self._observed = step
+        slowdown = max(0.0, busy / idle - 1) if busy else _SLOWDOWN
+        wanted = plan(self._levels(slowdown, stall, dict(zip(LEVELS, durations, strict=True))), idle)
+        self.steps |= {level: wanted.get(level, 0) for level in self.auto}
+
+    def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
+        on = [level for level in LEVELS if self.steps[level] or level in self.auto]
+        cost = {level: slowdown * seconds[level] + (stall if level == MEMORY else 0.0) for level in on}
+        return [
+            Level(level, cost[level], seconds[level], self.rates[_CLASSES[level]], _RESTART + seconds[level])
+            for level in on
+        ]
+
+    def failed(self, level: str) -> None:
+        """The run goes on from this level: a failure that no level below it recovers from."""
+        self.rates.observe(0.0, **{_CLASSES[level]: 1})
+
+    # -- what survives ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rates.load_state_dict(state_dict["rates"])
+
+
+def _mixed(before: float, now: float) -> float:
+    return now if not before else (1 - _RECENT) * before + _RECENT * now

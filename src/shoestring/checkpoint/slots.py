@@ -1,0 +1,127 @@
+"""Slots in a host's shared memory: they outlive the processes that filled them, and go with the host.
+
+A slot is one file a part, which is mapped once and filled again and again (fresh pages cost eight times a copy), and a
+seal that is put beside them when they are whole and taken away before they are filled again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Entry, Generation, Record
+from shoestring.checkpoint.part import mapped, sums
+from shoestring.core.errors import CheckpointError
+
+ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
+SEAL = ".seal"
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot; `stem` is the beginning of its files' names."""
+
+    stem: Path
+    files: Files
+    generation: Generation | None = None
+    """Of what is sealed in it."""
+    lacking: str = ""
+    """Why it does not outlive the process."""
+    _rooms: dict[str, Tensor] = field(default_factory=dict)
+    _parts: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def seal_path(self) -> Path:
+        return self.stem.with_name(self.stem.name + SEAL)
+
+    def begin(self) -> None:
+        """Break the seal: what is in the slot is gone from here on."""
+        self.generation = None
+        self._parts = {}
+        self.files.unlink(self.seal_path)
+
+    def resume(self, generation: Generation | None) -> None:
+        """Keep what is in the slot if it is of this generation, and break its seal if not."""
+        try:
+            found = Record.read(self.seal_path).generation
+        except CheckpointError:
+            found = None
+        if generation is not None and found == generation:
+            self.generation = found
+        else:
+            self.begin()
+
+    def room(self, part: str, nbytes: int) -> Tensor:
+        """Where a part of that many bytes goes: (nbytes,) uint8, mapped.
+
+        Where the host's shared memory is full, it is this process's own: enough to write to disk from, gone with it.
+        """
+        key = part.partition("-")[0]
+        room = self._rooms.get(key)
+        if room is None or len(room) < nbytes:
+            room = self._rooms[key] = self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND)
+        self._parts[part] = room[:nbytes]
+        return self._parts[part]
+
+    def _mapped(self, key: str, nbytes: int) -> Tensor:
+        path = self._path(key)
+        try:
+            self.files.folder(path.parent)
+            self.files.before("reserve", path)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            self.lacking = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return mapped(path, nbytes, writable=True)
+
+    def _path(self, key: str) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.{key}")
+
+    def seal(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Record:
+        """Say that everything is in it; checksums are of what it holds now."""
+        parts = {
+            name: Entry(self._path(name.partition("-")[0]).name, len(data), tuple(sums(data)))
+            for name, data in self._parts.items()
+        }
+        record = Record(generation, parts, notes or {})
+        if not self.lacking:
+            self.files.replace(self.seal_path, record.dumps(), durable=False)
+        self.generation = generation
+        return record
+
+    def parts(self, kinds: Iterable[str]) -> dict[str, Tensor]:
+        """The bytes of the parts of these kinds that are in it, by their names."""
+        return {name: data for name, data in self._parts.items() if name.partition("-")[0] in kinds}
+
+    def close(self) -> None:
+        """Remove its files."""
+        self.begin()
+        for key in list(self._rooms):
+            self._path(key).unlink(missing_ok=True)
+        self._rooms.clear()
+
+
+def oldest(slots: Sequence[Slot]) -> Slot:
+    """The one to fill next: an empty one, or that with the oldest generation."""
+    return min(slots, key=lambda slot: (slot.generation is not None, slot.generation or ()))
+
+
+def seals(folder: Path) -> Iterator[tuple[Path, Record]]:
+    """The seals in a folder of slots; damaged ones are as if they were not there."""
+    for path in sorted(folder.glob(f"*{SEAL}")):
+        try:
+            yield path, Record.read(path)
+        except CheckpointError:
+            continue

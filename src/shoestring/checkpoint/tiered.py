@@ -1,0 +1,310 @@
+"""The multi-level checkpoint cache: each generation of a job's state climbs from level to level.
+
+    staged ─ sealed in this host's memory ─ kept by peers ─ written to disk ─ committed ─ retired
+
+The training thread only stages; a thread copies, another one does what needs peers or disk. All ranks take the same
+decisions at the same steps: what they depend on is agreed a step before, by one small all-reduce.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoestring.checkpoint import Tiered, peers
+from shoestring.checkpoint.circle import Circle, Pending
+from shoestring.checkpoint.disk import Disk, manifests
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Entry, Generation, Record
+from shoestring.checkpoint.layout import PRIVATE, REST, SHARE
+from shoestring.checkpoint.schedule import DISK, MEMORY, PEERS, Schedule
+from shoestring.checkpoint.slots import Slot, oldest
+from shoestring.checkpoint.staging import Stager
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Kept
+from shoestring.core.kept import Progress
+from shoestring.core.trace import span
+from shoestring.core.world import World
+
+log = logging.getLogger("shoestring")
+
+
+@dataclass(eq=False)
+class Engine:
+    """One rank's part in saving; `capture` after every step, `wait` before the next one changes the state."""
+
+    kept: Mapping[str, Kept]
+    progress: Progress
+    world: World
+    settings: Tiered
+    folder: Path
+    """Of this host's slots."""
+    stable: Callable[[], set[int]]
+    files: Files = field(default_factory=Files)
+
+    def __post_init__(self) -> None:
+        self.circle, self.aside = Circle.of(self.world), Circle.of(self.world)  # of the training thread, and the other
+        local, many = self.world.local_rank, self.world.hosts > 1
+        self.schedule = Schedule(self.settings, many and self.settings.peers != "off")
+        self.own = [Slot(self.folder / f"own-{local}-{index}", self.files) for index in range(self.settings.slots)]
+        self.held = [Slot(self.folder / f"held-{local}-{index}", self.files) for index in range(2)]
+        self.disk = Disk(Path(self.settings.folder), self.files)
+        self.stager = Stager(self.world, self.stable, self.settings.overlap)
+        self.start, self.uid = 0, ""
+        self.finished = False
+        self._keeper = ThreadPoolExecutor(1, "checkpoint-keep")
+        self._keeping: Future[None] | None = None
+        self._busy: Slot | None = None  # what the keeper reads
+        self._pinned: Slot | None = None  # what the peers have, too
+        self._sealing: Future[None] | None = None
+        self._pulse: Pending | None = None
+        self._staged = 0  # the newest step that was staged, on all ranks
+        self._sealed = 0  # the newest step that is sealed, on this one
+        self._left = {MEMORY: "", PEERS: "", DISK: ""}  # why a level is off
+        self._shared_disk: bool | None = None
+        self.copied = 0  # bytes
+        self.stalled = self._stall = self._began = 0.0  # seconds
+
+    def begin(self, start: int, restored: Generation | None = None) -> None:
+        """Count a start of the run, from the generation that was restored if any; a collective."""
+        self.start = start
+        self.uid = str(self.circle.tell(secrets.token_hex(4))[0])
+        self._sealed = self._staged = restored.step if restored else 0
+        for slot in (*self.own, *self.held):
+            slot.resume(restored)
+        self._pinned = next((slot for slot in self.own if slot.generation), None)
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    def capture(self, last: bool) -> None:
+        """Work for the end of a step: stage where it is due, save everything where it is the last."""
+        step, began = self.progress.step, time.perf_counter()
+        if not self.uid:
+            self.begin(0)
+        self.schedule.stepped(began, step, beside=not self._idle())
+        if last:
+            self.finish()
+            return
+        due = self.schedule.due(step)
+        if due:
+            self._decide(step, due)
+        if self.schedule.due(step + 1):
+            self._pulse = self.circle.least(self._state())
+        self._stalled(began)
+
+    def wait(self) -> None:
+        """Work for the time before the optimizer's step: what is staged must have been copied."""
+        began = time.perf_counter()
+        with span("finish staging", "wait"):
+            self.stager.finish()
+        self._stalled(began)
+        if self._staged == self.progress.step:
+            self.schedule.stalled(self._stall)
+            self.stalled += self._stall
+        self._stall = 0.0
+
+    def _stalled(self, since: float) -> None:
+        """Count what a save stops training for, from its start to where its copy is waited for."""
+        self._stall += time.perf_counter() - since
+
+    def _state(self) -> list[float]:
+        """What the ranks decide by; the least of each counts."""
+        free = self._slot() is not None
+        idle = self._keeping is None or self._keeping.done()
+        return [float(self._sealed), float(free), float(idle), *(-each for each in self.schedule.costs())]
+
+    def _slot(self) -> Slot | None:
+        """The own slot to fill next; None while all are in use.
+
+        Never the newest; nor that whose generation the peers have, for a lost host needs it on all the others.
+        """
+        if self._sealing is not None and not self._sealing.done():
+            return None
+        taken = [self._pinned, None if self._idle() else self._busy]
+        slot = oldest([each for each in self.own if each not in taken])
+        newest = slot.generation is not None and slot.generation.step >= self._staged
+        return None if newest else slot
+
+    def _idle(self) -> bool:
+        return self._keeping is None or self._keeping.done()
+
+    def _decide(self, step: int, due: set[str]) -> None:
+        """Stage a generation, unless that would overwrite the newest that all ranks have sealed."""
+        pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
+        sealed, free, idle, *costs = pulse.wait()
+        self.schedule.agreed([-cost for cost in costs], step)
+        slot = self._slot()
+        if not free or slot is None or sealed < self._staged:
+            self.schedule.postpone(due)
+            return
+        further = due & {PEERS, DISK} if idle else set()
+        self.schedule.postpone(due)
+        self.schedule.done({MEMORY} | further)
+        self.stage(slot, self._generation(step))
+        self._then(slot, self._generation(step), further)
+
+    def _generation(self, step: int) -> Generation:
+        return Generation(step, self.start, self.uid, self.world.size, self.world.local_size)
+
+    def stage(self, slot: Slot, generation: Generation) -> None:
+        about = {"step": generation.step, "start": generation.start, "uid": generation.uid}
+        began = time.perf_counter()
+        with span("stage", "copy") as marked:
+            marked.nbytes = self.stager.start(self.kept, slot, about)
+        self.copied += marked.nbytes
+        self._staged = generation.step
+        self._began = began
+
+    def _then(self, slot: Slot, generation: Generation, further: set[str]) -> None:
+        """Seal once everything is copied, and let the other thread do what is due besides."""
+
+        def seal() -> None:
+            with span("seal", "copy"):
+                slot.seal(generation)
+            self._sealed = generation.step
+            self.schedule.took(MEMORY, time.perf_counter() - self._began)
+
+        self._sealing = self.stager.then(seal)
+        if further:
+            self._busy, sealing = slot, self._sealing
+            self._keeping = self._keeper.submit(self._keep, sealing, slot, generation, frozenset(further))
+
+    def finish(self) -> None:
+        """Save on every level, and wait for it; a collective."""
+        self.drain()
+        step = self.progress.step
+        generation = self._generation(step)
+        slot = self._slot() or oldest(self.own)
+        self.world.agree(lambda: self.stage(slot, generation))
+        self.stager.finish()
+        self._then(slot, generation, {DISK})
+        self.drain()
+        if reason := self._left[DISK]:
+            raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
+        self.finished = True
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self.stager.finish()
+        for work in (self._sealing, self._keeping):
+            if work is not None:
+                work.result()
+        self._pulse = self._pulse and (self._pulse.wait(), None)[1]
+
+    def close(self) -> None:
+        """Stop the threads; a run that ended with everything on disk leaves nothing in memory."""
+        self.stager.close()
+        self._keeper.shutdown(cancel_futures=True)
+        if self.finished:
+            for slot in (*self.own, *self.held):
+                slot.close()
+        for circle in (self.circle, self.aside):
+            circle.close()
+
+    def facts(self) -> dict[str, float]:
+        """For the report: seconds of stall, bytes copied, and steps that a kill would cost at worst."""
+        risk = max(self.schedule.steps[MEMORY], 0) or self.schedule.steps[DISK]
+        return {
+            "checkpoint_stall": self.stalled,
+            "checkpoint_bytes": float(self.copied),
+            "checkpoint_steps_at_risk": risk,
+        }
+
+    # -- the other thread ---------------------------------------------------------------------------------------------
+
+    def _keep(self, sealing: Future[None], slot: Slot, generation: Generation, levels: frozenset[str]) -> None:
+        try:
+            sealing.result()
+            if PEERS in levels:
+                self._replicate(slot, generation)
+            if DISK in levels:
+                self._persist(slot, generation)
+        except Exception:
+            log.exception("saving step %s beyond this host's memory failed", generation.step)
+
+    def _replicate(self, slot: Slot, generation: Generation) -> None:
+        began, local = time.perf_counter(), self.world.local_size
+        (part,), held = slot.parts([PRIVATE]).values(), oldest(self.held)
+        with span("replicate", "wire", len(part)):
+            if self.settings.peers == "parity":
+                of = peers.parity_set(self.aside, local, self.settings.set_size, len(part))
+                peers.encode(self.aside, of, part, held, generation)
+            else:
+                peers.copy(self.aside, local, part, held, generation)
+        self.aside.tell(None)  # all have it
+        self._pinned = slot
+        self.schedule.took(PEERS, time.perf_counter() - began)
+
+    def _persist(self, slot: Slot, generation: Generation) -> None:
+        """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
+        began, rank = time.perf_counter(), self.world.rank
+        kinds = (PRIVATE, SHARE) if self._disk_is_shared() else (PRIVATE, SHARE, REST)
+        parts = slot.parts(kinds)
+        with span("persist", "disk", sum(map(len, parts.values()))):
+            written = self._tried(lambda: self.disk.write(generation, parts))
+            told = self.aside.tell(written if isinstance(written, str) else _plain(written))
+            reason = next((each for each in told if isinstance(each, str)), "")
+            if not reason:
+                reason = self._commit(generation, told)
+        self._left[DISK] = reason
+        if reason:
+            self._tried(lambda: self.disk.abort(generation))
+            if rank == 0:
+                log.warning(
+                    "cannot save step %s: %s; earlier saves are intact, training goes on", generation.step, reason
+                )
+        self.schedule.took(DISK, time.perf_counter() - began)
+
+    def _commit(self, generation: Generation, told: list[Mapping[str, Any]]) -> str:
+        """Why it could not be committed, on all ranks."""
+        commits = self.world.first if self._disk_is_shared() else self.world.local_rank == 0
+        ranks = range(self.world.size)
+        if not self._disk_is_shared():
+            host = self.world.rank // self.world.local_size
+            ranks = range(host * self.world.local_size, (host + 1) * self.world.local_size)
+        reason = ""
+        if commits:
+            parts = {name: Entry(**entry) for rank in ranks for name, entry in told[rank].items()}
+            found = self._tried(lambda: self.disk.commit(Record(generation, parts)))
+            reason = found if isinstance(found, str) else ""
+        reason = next(filter(None, self.aside.tell(reason)), "")
+        if commits and not reason:
+            self._tried(lambda: self._retire(generation))
+        return reason
+
+    def _retire(self, newest: Generation) -> None:
+        """Keep the newest few; what is of later steps is damaged, or of a future that the run went back from."""
+        there = manifests(self.disk.folder)
+        earlier = [path for path, record in there if record.generation <= newest]
+        later = [path for path, record in there if record.generation > newest]
+        self.disk.retire((*later, *earlier[self.settings.keep :]))
+
+    def _tried(self, work: Callable[[], Any]) -> Any:
+        """What some work on files gives, or why it failed."""
+        try:
+            return work()
+        except OSError as error:
+            where = f" `{error.filename}`" if error.filename else ""
+            return f"{error.strerror or error}{where}"
+
+    def _disk_is_shared(self) -> bool:
+        """Whether all hosts see one folder; found out once, by a file that the first rank writes."""
+        if self._shared_disk is None:
+            mark = self.disk.folder / f".shared-{self.uid}"
+            if self.world.first:
+                self._tried(lambda: (self.files.folder(mark.parent), self.files.write(mark, b"", durable=False)))
+            self.aside.tell(None)
+            self._shared_disk = all(self.aside.tell(mark.exists()))
+            if self.world.first:
+                self._tried(lambda: self.files.unlink(mark))
+        return self._shared_disk
+
+
+def _plain(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {name: {"file": each.file, "nbytes": each.nbytes, "sums": each.sums} for name, each in entries.items()}

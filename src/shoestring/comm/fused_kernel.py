@@ -1,0 +1,42 @@
+"""The kernel of `fused`, for devices that Triton compiles for. To be imported only where triton is."""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def split(
+    g,  # (n,) in: gradients; out: what is left
+    e,  # (n,) residual
+    u,  # (n,) velocity, read where MOMENTUM is true
+    threshold,  # (1,)
+    n,
+    scale,
+    momentum,
+    capacity,
+    indices,  # (capacity,) int64
+    values,  # (capacity,)
+    count,  # (1,) int32, zero: becomes the number of entries over the threshold
+    tell,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
+    MOMENTUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """M = scale g + e + momentum u; move its entries of magnitudes over the threshold to `indices` and `values`.
+
+    Blocks take room there in any order. What finds none is left in `g`.
+    """
+    block = tl.program_id(0)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    M = tl.load(g + at, mask=inside, other=0.0) * scale + tl.load(e + at, mask=inside, other=0.0)
+    if MOMENTUM:
+        M += tl.load(u + at, mask=inside, other=0.0) * momentum
+    hit = (tl.abs(M) > tl.load(threshold)) & inside
+    place = tl.atomic_add(count, tl.sum(hit.to(tl.int32), 0)) + tl.cumsum(hit.to(tl.int32), 0) - 1
+    moved = hit & (place < capacity)
+    tl.store(indices + place, at, mask=moved)
+    tl.store(values + place, M, mask=moved)
+    tl.store(g + at, tl.where(moved, 0.0, M), mask=inside)
+    tl.store(tell + block, tl.sum(M * 0.0, 0))
