@@ -64,7 +64,7 @@ class Family:
     lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
 
 
-BASELINE = Family("DDP fp32", (DDP,))
+BASELINE = Family("DDP fp32", (DDP,), lrs=(7.5e-4, 1.5e-3, 3e-3, 6e-3))
 PEERS = (
     Family("torch's PowerSGD hook", (TORCH, TORCH.but(rank=8), TORCH.but(rank=2))),
     Family("epfml's powersgd", (EPFML, EPFML.but(iterations=1), EPFML.but(rank=8, iterations=1))),

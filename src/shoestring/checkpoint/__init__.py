@@ -82,6 +82,8 @@ class Tiered(Feature):
     """Copy weights and optimizer state beside the next step; false where anything but the optimizer changes them."""
     keep: int = 2
     """How many of the newest saves on disk to keep."""
+    deadline: float = 0.0
+    """Seconds from a signal to the end of this machine: a save to disk that takes longer goes to peers; 0: no end."""
     folder: str = "checkpoints"
     """Where to save; a relative path lies in the run folder."""
     memory: str = "/dev/shm"

@@ -27,6 +27,7 @@ class Schedule:
 
     def __init__(self, settings: Tiered, has_peers: bool) -> None:
         wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
+        self.has_peers = has_peers
         if not has_peers:
             wishes[PEERS] = 0
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
@@ -55,6 +56,10 @@ class Schedule:
     def took(self, level: str, seconds: float) -> None:
         """A save has taken so long at a level, beside training."""
         self._seconds[level] = _mixed(self._seconds[level], seconds)
+
+    def seconds(self, level: str) -> float:
+        """What a save takes at a level; 0 where there was none yet."""
+        return self._seconds[level]
 
     def costs(self) -> list[float]:
         """What is measured on this rank; the ranks take the largest of each."""

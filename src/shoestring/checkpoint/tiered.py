@@ -57,7 +57,7 @@ class Engine:
         self.disk = Disk(Path(self.settings.folder), self.files)
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.start, self.uid = 0, ""
-        self.finished = False
+        self.finished = self._last = False
         self._keeper = ThreadPoolExecutor(1, "checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._busy: Slot | None = None  # what the keeper reads
@@ -66,6 +66,8 @@ class Engine:
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
+        self.safe = dict.fromkeys((MEMORY, PEERS, DISK), 0)
+        """The newest step that is safe at each level, on all ranks."""
         self._left = {MEMORY: "", PEERS: "", DISK: ""}  # why a level is off
         self._shared_disk: bool | None = None
         self.copied = 0  # bytes
@@ -139,6 +141,7 @@ class Engine:
         pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
         sealed, free, idle, *costs = pulse.wait()
         self.schedule.agreed([-cost for cost in costs], step)
+        self.safe[MEMORY] = int(sealed)
         slot = self._slot()
         if not free or slot is None or sealed < self._staged:
             self.schedule.postpone(due)
@@ -166,7 +169,9 @@ class Engine:
 
         def seal() -> None:
             with span("seal", "copy"):
-                slot.seal(generation)
+                reason = self._tried(lambda: slot.seal(generation))
+            self._lacks(MEMORY, slot.lacking or (reason if isinstance(reason, str) else ""))
+            slot.generation = generation  # what is in it can be written to disk, sealed or not
             self._sealed = generation.step
             self.schedule.took(MEMORY, time.perf_counter() - self._began)
 
@@ -183,11 +188,13 @@ class Engine:
         slot = self._slot() or oldest(self.own)
         self.world.agree(lambda: self.stage(slot, generation))
         self.stager.finish()
-        self._then(slot, generation, {DISK})
+        self._last = True
+        hurried = 0 < self.settings.deadline < self.schedule.seconds(DISK)
+        self._then(slot, generation, {PEERS} if hurried else {DISK})
         self.drain()
         if reason := self._left[DISK]:
             raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
-        self.finished = True
+        self.finished = not hurried
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
@@ -221,12 +228,12 @@ class Engine:
     def _keep(self, sealing: Future[None], slot: Slot, generation: Generation, levels: frozenset[str]) -> None:
         try:
             sealing.result()
-            if PEERS in levels:
+            if PEERS in levels and self.schedule.has_peers:
                 self._replicate(slot, generation)
             if DISK in levels:
                 self._persist(slot, generation)
-        except Exception:
-            log.exception("saving step %s beyond this host's memory failed", generation.step)
+        except (RuntimeError, ConnectionError) as error:  # a rank is lost, which training will notice, too
+            self._lacks(PEERS, (str(error).splitlines() or [""])[0])
 
     def _replicate(self, slot: Slot, generation: Generation) -> None:
         began, local = time.perf_counter(), self.world.local_size
@@ -238,12 +245,12 @@ class Engine:
             else:
                 peers.copy(self.aside, local, part, held, generation)
         self.aside.tell(None)  # all have it
-        self._pinned = slot
+        self._pinned, self.safe[PEERS] = slot, generation.step
         self.schedule.took(PEERS, time.perf_counter() - began)
 
     def _persist(self, slot: Slot, generation: Generation) -> None:
         """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
-        began, rank = time.perf_counter(), self.world.rank
+        began = time.perf_counter()
         kinds = (PRIVATE, SHARE) if self._disk_is_shared() else (PRIVATE, SHARE, REST)
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
@@ -252,14 +259,18 @@ class Engine:
             reason = next((each for each in told if isinstance(each, str)), "")
             if not reason:
                 reason = self._commit(generation, told)
-        self._left[DISK] = reason
         if reason:
             self._tried(lambda: self.disk.abort(generation))
-            if rank == 0:
-                log.warning(
-                    "cannot save step %s: %s; earlier saves are intact, training goes on", generation.step, reason
-                )
+        else:
+            self.safe[DISK] = generation.step
+        self._lacks(DISK, reason)
         self.schedule.took(DISK, time.perf_counter() - began)
+
+    def _lacks(self, level: str, reason: str) -> None:
+        """Say why a level does not work, once for each reason."""
+        if reason and reason != self._left[level] and (level == MEMORY or self.world.first):
+            log.warning("no saves to %s: %s; earlier ones are intact, and training goes on", level, reason)
+        self._left[level] = reason
 
     def _commit(self, generation: Generation, told: list[Mapping[str, Any]]) -> str:
         """Why it could not be committed, on all ranks."""
@@ -271,7 +282,7 @@ class Engine:
         reason = ""
         if commits:
             parts = {name: Entry(**entry) for rank in ranks for name, entry in told[rank].items()}
-            found = self._tried(lambda: self.disk.commit(Record(generation, parts)))
+            found = self._tried(lambda: self.disk.commit(Record(generation, parts, {"last": self._last})))
             reason = found if isinstance(found, str) else ""
         reason = next(filter(None, self.aside.tell(reason)), "")
         if commits and not reason:
