@@ -215,12 +215,13 @@ class Engine:
             circle.close()
 
     def facts(self) -> dict[str, float]:
-        """For the report: seconds of stall, bytes copied, and steps that a kill would cost at worst."""
+        """For the report: seconds of stall, bytes copied, steps that a kill would cost at worst, and what is safe where."""
         risk = max(self.schedule.steps[MEMORY], 0) or self.schedule.steps[DISK]
         return {
             "checkpoint_stall": self.stalled,
             "checkpoint_bytes": float(self.copied),
             "checkpoint_steps_at_risk": risk,
+            **{f"checkpoint_safe_{level}": step for level, step in self.safe.items()},
         }
 
     # -- the other thread ---------------------------------------------------------------------------------------------

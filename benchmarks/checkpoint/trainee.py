@@ -1,0 +1,271 @@
+"""A small run that is killed again and again: what a rank does, and how ranks are forked, killed and started anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from shoestring.checkpoint import Tiered, attached
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.tiered import Engine
+from shoestring.comm import PowerSGD
+from shoestring.core.feature import Feature
+from shoestring.core.job import Job, compose
+from shoestring.core.kept import Progress
+from shoestring.core.trace import Kind, Trace
+from shoestring.core.world import World
+from shoestring.parallel import DDP, FSDP
+from shoestring.testing import jobs
+
+PATIENCE = 60.0  # seconds for one start of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run, and what is to befall one of its starts."""
+
+    folder: str
+    ranks: int = 2
+    local: int = 1
+    """Ranks of a host."""
+    steps: int = 12
+    under: str = "ddp"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    victim: int = -1
+    point: str = ""
+    """The named point at which the victim kills itself: an act on files, or the end of a span; empty: none."""
+    count: int = 1
+    """How often the point is passed before."""
+    start: int = 0
+    """Number of the start, for where the ranks meet."""
+
+    @property
+    def place(self) -> Path:
+        return Path(self.folder)
+
+
+def kind_of(path: Path) -> str:
+    """What a file is for, without the names and numbers that differ from save to save."""
+    name = path.name
+    if name.endswith(".tmp") and ".seal" in name:
+        return "new seal"
+    for ending in (".seal", ".private", ".share", ".rest", ".copy", ".parity"):
+        if name.endswith(ending):
+            return f"{name.partition('-')[0]} {ending[1:]}"
+    if "manifest" in name:
+        return "new manifest" if name.endswith(".tmp") else "manifest"
+    if name.endswith(".safetensors"):
+        return f"{name.partition('-')[0]} part"
+    if "latest" in name or "shared" in name:
+        return name.lstrip(".").partition("-")[0].partition(".")[0]
+    if name.startswith((".step-", "step-")):
+        return "folder aside" if name.startswith(".") else "folder"
+    return "host" if name.startswith("host-") else "saves"
+
+
+class Killer(Files):
+    """Counts the acts on files, and ends the process with SIGKILL at one of them."""
+
+    def __init__(self, point: str, count: int) -> None:
+        self.point, self.left, self.passed = point, count, set[str]()
+
+    def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
+        self.reach(f"{act}: {kind_of(path)}")
+
+    def reach(self, point: str) -> None:
+        self.passed.add(point)
+        if point == self.point:
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillingTrace(Trace):
+    """Ends the process at the end of a span."""
+
+    killer: Killer
+
+    def record(self, name: str, kind: Kind, start: float, stop: float, nbytes: int = 0) -> None:
+        self.killer.reach(f"after {name}")
+
+
+def work(text: str, rank: int) -> None:
+    """One rank of a task: train to the end, or to its own; what is said lands in the task's folder."""
+    task = Task(**json.loads(text))
+    with (task.place / f"said-{rank}.txt").open("ab") as said:
+        os.dup2(said.fileno(), 2)
+    os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
+    torch.set_num_threads(1)
+    meeting = task.place / f"meeting-{task.start}"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=task.ranks)
+    mine = rank == task.victim
+    killer = Killer(task.point if mine else "", task.count)
+    attached.Engine = partial(Engine, files=killer)  # pyright: ignore[reportPrivateImportUsage]
+    trace = KillingTrace(rank=rank)
+    trace.killer = killer
+    with trace, job_of(task, trace) as job:
+        began = job.restore("auto") if job.restore else None
+        say(task, rank, "starts", json.dumps([task.start, began or 0]))
+        for number in range(job.progress.step, task.steps):
+            world = job.world
+            job.step(jobs.batch(number, world.rank, world.size))
+            say(task, rank, "safe", json.dumps([job.progress.step, max(safe_steps(job))]))
+        (task.place / f"end-{rank}.json").write_text(json.dumps([digest(job), sorted(killer.passed)]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def job_of(task: Task, trace: Trace) -> Job:
+    """The tiny task of the conformance suite with dropout, and PowerSGD's residuals where ranks are replicas."""
+    world = World.current()
+    features: list[Feature] = [FSDP()] if task.under == "fsdp" else [DDP(), PowerSGD(rank=1, parts=1)]
+    settings = {"memory_every": 1, "peers_every": 2, "disk_every": 4} | dict(task.settings)
+    features.append(Tiered(folder=str(task.place / "saves"), memory=str(task.place / "memory"), **settings))
+    job = Job(
+        jobs.tiny(0.1),
+        optimizer=partial(AdamW, lr=1e-2),
+        progress=Progress(total=task.steps),
+        world=world,
+        trace=trace,
+    )
+    compose(job, features)
+    torch.manual_seed(1000 + world.rank)
+    return job
+
+
+def safe_steps(job: Job) -> list[int]:
+    return [int(job.trace.facts.get(f"checkpoint_safe_{level}", 0)) for level in ("memory", "peers", "disk")]
+
+
+def say(task: Task, rank: int, what: str, text: str) -> None:
+    """Append a line, which a killed process has said if it is whole."""
+    descriptor = os.open(task.place / f"{what}-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(descriptor, text.encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def digest(job: Job) -> str:
+    """Of all weights, the optimizer's state and the random numbers to come, on this rank."""
+    found = hashlib.sha256()
+    for tensor in [*job.module.parameters(), *(v for s in job.built_optimizer.state.values() for v in s.values())]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().contiguous().numpy().tobytes())
+    found.update(torch.get_rng_state().numpy().tobytes())
+    return found.hexdigest()
+
+
+# -- starting and killing ---------------------------------------------------------------------------------------------
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    """Forks ranks from a process that has imported everything and started no thread."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["benchmarks.checkpoint.trainee"])
+    return found
+
+
+def start(task: Task) -> list[BaseProcess]:
+    server = context()
+    ranks = [server.Process(target=work, args=(json.dumps(asdict(task)), rank)) for rank in range(task.ranks)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+@contextmanager
+def started(task: Task) -> Iterator[list[BaseProcess]]:
+    """The ranks of a task; whoever is left at the end is killed."""
+    ranks = start(task)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def run(task: Task, kill_after: float = 0.0, draw: random.Random | None = None) -> bool:
+    """One start of a task: whether it came to its end.
+
+    Args:
+        kill_after: seconds after which the victim is killed from outside; 0 never.
+        draw: how long the others live on after that, a few hundredths of a second.
+    """
+    end = time.monotonic() + PATIENCE
+    with started(task) as ranks:
+        killed_at = time.monotonic() + kill_after if kill_after else None
+        while all(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
+            if killed_at and time.monotonic() >= killed_at:
+                ranks[task.victim].kill()
+                killed_at = None
+            time.sleep(0.002)
+        if any(rank.exitcode for rank in ranks):
+            time.sleep(draw.uniform(0, 0.05) if draw else 0.0)
+            return False
+        for rank in ranks:
+            rank.join(max(0.0, end - time.monotonic()))
+        return all(rank.exitcode == 0 for rank in ranks)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened to a task that was started until it ended."""
+
+    digests: tuple[str, ...]
+    starts: int
+    points: frozenset[str]
+    """The named points that its last start passed, on any rank."""
+
+
+def finished(task: Task) -> Story:
+    """What a task that has ended left.
+
+    Raises:
+        AssertionError: a start went on from before what had been said to be safe.
+    """
+    ends = [json.loads((task.place / f"end-{rank}.json").read_text()) for rank in range(task.ranks)]
+    begun = lines(task.place / "starts-0.jsonl")
+    return Story(tuple(end[0] for end in ends), len(begun), frozenset(point for end in ends for point in end[1]))
+
+
+def lines(path: Path) -> list[Any]:
+    """The whole lines of a file of JSON lines."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def safe(task: Task) -> int:
+    """The newest step that any rank has said to be safe."""
+    return max((line[1] for rank in range(task.ranks) for line in lines(task.place / f"safe-{rank}.jsonl")), default=0)
+
+
+def began(task: Task) -> int | None:
+    """The step that the newest start went on from, as the first rank said; None where it did not come that far."""
+    found = [line for line in lines(task.place / "starts-0.jsonl") if line[0] == task.start]
+    return found[-1][1] if found else None
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,36 @@
+"""Ranks killed with SIGKILL, at named points and at random moments, and started again."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.checkpoint import kills
+from benchmarks.checkpoint.trainee import Task, finished, run
+
+pytestmark = pytest.mark.slow
+POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands
+
+
+@pytest.fixture(params=["ddp", "fsdp"])
+def task(request, tmp_path):
+    return Task(folder=str(tmp_path / "task"), under=request.param)
+
+
+def test_a_killed_run_goes_on_bitwise_from_what_was_safe(task):
+    draw = random.Random(task.under)
+    expected = kills.undisturbed(task)
+    assert len(expected.points) >= 40
+    assert kills.forgotten(task.place) == []  # a run that has ended leaves nothing in memory
+    outcome = kills.at_points(task, draw.sample(sorted(expected.points), POINTS), expected, draw)
+    assert outcome.wrong == () and outcome.kills >= 0.7 * POINTS  # some points are passed once, and asked for thrice
+    outcome = kills.at_random(task, RANDOM, 1.5, expected, draw)
+    assert outcome.wrong == () and outcome.kills == RANDOM
+
+
+def test_another_end_is_noticed(task):
+    """The fault that the comparison is for: a run that does not go on from where it was."""
+    expected = kills.undisturbed(task)
+    shorter = replace(task, steps=task.steps - 1)
+    assert run(replace(shorter, folder=str(kills.fresh(task.place))))
+    assert finished(shorter).digests != expected.digests
