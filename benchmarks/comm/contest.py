@@ -73,17 +73,17 @@ PEERS = (
 PER_STEP = Family(
     "per-step codec",
     (
+        ours("4 bits with feedback", "Quantize", bits=4, rounding="nearest", feedback=True),
         ours("PowerSGD r4", "PowerSGD", rank=4),
-        ours("PowerSGD r4 alternate bf16", "PowerSGD", rank=4, alternate=True, wire="bf16"),
         ours("PowerSGD r8 alternate bf16", "PowerSGD", rank=8, alternate=True, wire="bf16"),
     ),
 )
 LOCAL = Family(
     "local steps",
     (
-        local("SparseLoCo H=15", "SparseLoCo", every=15, delay=5),
-        local("SparseLoCo H=30", "SparseLoCo", every=30, delay=6),
-        local("SparseLoCo H=6", "SparseLoCo", every=6, delay=2),
+        local("LocalSGD H=8, 4 bits", "LocalSGD", every=8, codec="4bit"),
+        local("LocalSGD H=20, 4 bits", "LocalSGD", every=20, codec="4bit", delay=4),
+        local("LocalSGD H=40, 4 bits", "LocalSGD", every=40, codec="4bit", delay=36),
     ),
 )
 
@@ -100,6 +100,8 @@ class Figure:
     seconds: float
 
     def __str__(self) -> str:
+        if not min(self.shares):
+            return f"{self.method.name} lr {self.method.lr:g}: does not reach DDP's loss in the steps that it is given"
         shares = ", ".join(f"{share:.3f}" for share in self.shares)
         times = f"{self.free:.3g} s a step without communication, {self.seconds:.3g} s with"
         return f"{self.method.name} lr {self.method.lr:g}: DDP's steps over its own {shares} by seed; {times}"
@@ -161,9 +163,11 @@ class Contest:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def shares(self, method: Method) -> tuple[float, ...]:
-        """DDP's steps over this method's, by seed."""
-        found = []
+        """DDP's steps over this method's, by seed; none after one on which the loss is not reached."""
+        found: list[float] = []
         for seed in self.sizes.seeds:
+            if found and not found[-1]:
+                break
             target = final(self.curve(self.dense, seed), self.sizes.steps)
             needed = steps_to(self.curve(method, seed), target)
             dense = steps_to(self.curve(self.dense, seed), target) or self.sizes.steps
@@ -198,8 +202,10 @@ class Contest:
 
     def figure(self, method: Method, rate: str) -> Figure:
         shares = self.shares(method)
+        if not min(shares):
+            return Figure(method, 0.0, shares, 0.0, 0.0)
         free, seconds = self.slow(method, rate)
-        mean = math.exp(fmean(map(math.log, shares))) if min(shares) > 0 else 0.0
+        mean = math.exp(fmean(map(math.log, shares)))
         return Figure(method, efficiency((mean, free), (1.0, seconds)), shares, free, seconds)
 
     def best(self, family: Family, rate: str) -> Figure:

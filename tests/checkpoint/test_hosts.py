@@ -1,0 +1,54 @@
+"""A host is lost with its memory: the others and a fresh one go on from what peers kept, bitwise."""
+
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.checkpoint import kills
+from benchmarks.checkpoint.hosts import HOSTS, STEPS, Fleet, lose, resumed
+from benchmarks.checkpoint.trainee import Task, began, finished, run
+from shoestring.testing.netlab import netlab, netlab_available
+
+REASON = netlab_available()
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.netlab
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
+    fleet, how = Fleet.made(tmp_path), ("--checkpoint.tiered.peers", "parity")
+    expected = fleet.local("local", "--checkpoint.tiered.memory", str(tmp_path / "memory"), workers=HOSTS)
+    with netlab(hosts=HOSTS, shared=fleet.shared) as lab:
+        job = lose(lab, fleet, "lost", 10, 2, *how)
+        assert fleet.losses("lost") == expected and list(expected) == list(range(1, STEPS + 1))
+        ((step, again),) = resumed(job)
+    assert step >= 8 and again <= 5  # of an interval of four, and a step that waits for the one before
+
+
+@pytest.mark.parametrize(("under", "hosts", "how"), [("fsdp", 3, "copy"), ("ddp", 2, "copy"), ("fsdp", 4, "parity")])
+def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
+    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
+    task = Task(folder=str(tmp_path / "task"), ranks=hosts, under=under, settings=settings, steps=14)
+    expected = kills.undisturbed(task)
+    for lost in range(hosts):
+        struck = replace(task, folder=str(kills.fresh(task.place)), victim=lost, point="after forward", count=11)
+        assert not run(struck)
+        (memory,) = (task.place / "memory").glob("*/*")
+        shutil.rmtree(memory / f"host-{lost}")
+        again = replace(struck, victim=-1, point="", start=1)
+        assert run(again)
+        assert (began(again) or 0) >= 6
+        assert finished(again).digests == expected.digests
+
+
+def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(tmp_path):
+    settings = {"memory_every": 1, "peers_every": 0, "disk_every": 5}
+    task = Task(folder=str(tmp_path / "task"), under="fsdp", settings=settings, steps=14)
+    expected = kills.undisturbed(task)
+    struck = replace(task, folder=str(kills.fresh(task.place)), victim=1, point="after forward", count=12)
+    assert not run(struck, draw=random.Random(0))
+    shutil.rmtree(next((task.place / "memory").glob("*/*")) / "host-1")
+    again = replace(struck, victim=-1, point="", start=1)
+    assert run(again) and (began(again) or 0) >= 5 and finished(again).digests == expected.digests
