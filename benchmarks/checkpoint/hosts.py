@@ -77,4 +77,3 @@ def resumed(job: Job) -> list[tuple[int, int]]:
     """(the step gone on from, steps repeated) of each restart, as the first host says."""
     found = re.findall(r"resumed from step (\d+)(?:; (\d+) step)?", job.output(0))
     return [(int(step), int(again or 0)) for step, again in found]
-

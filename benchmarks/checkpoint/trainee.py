@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def job_of(task: Task, trace: Trace) -> Job:
     """The tiny task of the conformance suite with dropout, and PowerSGD's residuals where ranks are replicas."""
     world = World.current()
     features: list[Feature] = [FSDP()] if task.under == "fsdp" else [DDP(), PowerSGD(rank=1, parts=1)]
-    settings = {"memory_every": 1, "peers_every": 2, "disk_every": 4} | dict(task.settings)
+    settings: dict[str, Any] = {"memory_every": 1, "peers_every": 2, "disk_every": 4} | dict(task.settings)
     features.append(Tiered(folder=str(task.place / "saves"), memory=str(task.place / "memory"), **settings))
     job = Job(
         jobs.tiny(0.1),
@@ -176,7 +177,7 @@ def digest(job: Job) -> str:
 # -- starting and killing ---------------------------------------------------------------------------------------------
 
 
-def context() -> multiprocessing.context.ForkServerContext:
+def context() -> ForkServerContext:
     """Forks ranks from a process that has imported everything and started no thread."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["benchmarks.checkpoint.trainee"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Disk:
 
     folder: Path
     files: Files
+    _rooted: bool = field(default=False, init=False)
 
     def aside(self, generation: Generation) -> Path:
         """Where a generation is written before it is committed."""
@@ -54,8 +55,17 @@ class Disk:
         self.files.replace(aside / MANIFEST, record.dumps())
         self.files.rename(aside, final)
         self.files.sync(self.folder)
+        self._root()
         with suppress(OSError):
             self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
+
+    def _root(self) -> None:
+        """Make the folders above durable, once, whoever made them: without them all is lost with the power."""
+        if not self._rooted:
+            for above in self.folder.absolute().parents:
+                with suppress(OSError):  # those that are not ours
+                    self.files.sync(above)
+            self._rooted = True
 
     def abort(self, generation: Generation) -> None:
         """Leave nothing of a generation that could not be written."""

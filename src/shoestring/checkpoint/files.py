@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -15,10 +16,15 @@ PIECE = 8 << 20  # bytes that one write is of
 
 
 class Files:
-    """Acts on files. `before` is called with the act's name, the path and what is written, before each."""
+    """Acts on files. `before` is called before each."""
 
     def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
-        """Nothing; tests override it."""
+        """Nothing; tests override it.
+
+        Args:
+            data: what is written, or the new name.
+            at: the byte where it is written, or how many are reserved.
+        """
 
     def folder(self, path: Path) -> None:
         self.before("folder", path)
@@ -28,23 +34,27 @@ class Files:
         """A new file with `data` (uint8, 1-d) in it: its room reserved, written, and synced if it must be durable.
 
         Raises:
-            OSError: no room, no right, or the device failed. After a failed fsync the file must not be trusted, even
-            if another one succeeds.
+            OSError: no room, no right, or the device failed; it names the path. After a failed fsync the file must
+            not be trusted, even if another one succeeds.
         """
         view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
         self.before("create", path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            if len(view):
-                self.before("reserve", path)
-                os.posix_fallocate(descriptor, 0, len(view))
-            for start in range(0, len(view), PIECE):
-                self._put(descriptor, path, view[start : start + PIECE], start)
-            if durable:
-                self.before("sync", path)
-                os.fsync(descriptor)
+            with naming(path):
+                self._fill(descriptor, path, view)
+                if durable:
+                    self.before("sync", path)
+                    os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def _fill(self, descriptor: int, path: Path, view: memoryview) -> None:
+        if len(view):
+            self.before("reserve", path, at=len(view))
+            os.posix_fallocate(descriptor, 0, len(view))
+        for start in range(0, len(view), PIECE):
+            self._put(descriptor, path, view[start : start + PIECE], start)
 
     def _put(self, descriptor: int, path: Path, view: memoryview, at: int) -> None:
         self.before("write", path, view, at)
@@ -73,7 +83,8 @@ class Files:
     def sync(self, folder: Path) -> None:
         """Make a folder's entries durable."""
         self.before("sync folder", folder)
-        sync_folder(folder)
+        with naming(folder):
+            sync_folder(folder)
 
     def unlink(self, path: Path) -> None:
         """Remove a file that may be gone already."""
@@ -84,3 +95,13 @@ class Files:
         """Remove a folder with all that is in it; what cannot be removed stays."""
         self.before("remove", folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the path into an OSError that came of a descriptor and so lacks it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

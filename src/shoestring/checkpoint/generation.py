@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from shoestring.checkpoint.part import Part
+from shoestring.checkpoint.part import CHUNK, Part
 from shoestring.core.errors import CheckpointError
 
 FORMAT = 2
 """Of everything that `Tiered` writes. Version 0.1 reads 2, and 1 (one file a save, by `Plain`)."""
+LIMIT = 100_000_000  # bytes of the longest record: the checksums of some 30 TB
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -72,13 +74,15 @@ class Record:
             if body["format"] != FORMAT:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {FORMAT}")
             parts = {name: _entry(each) for name, each in body["parts"].items()}
-            return cls(_generation(body["generation"]), parts, dict(body["notes"]))
+            return cls(_generation(body["generation"]), parts, _notes(body["notes"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"`{source}` is no record of a save, or damaged: {error}") from error
 
     @classmethod
     def read(cls, path: Path) -> Record:
         try:
+            if path.stat().st_size > LIMIT:
+                raise CheckpointError(f"`{path}` is no record of a save: it is longer than {LIMIT / 1e6:.0f} MB")
             return cls.loads(path.read_bytes(), str(path))
         except OSError as error:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
@@ -91,16 +95,32 @@ class Record:
 
 def _generation(found: Mapping[str, Any]) -> Generation:
     numbers = [_count(found[name]) for name in ("step", "start", "ranks", "local")]
-    if numbers[2] < 1 or numbers[3] < 1 or not (isinstance(found["uid"], str) and found["uid"].isalnum()):
-        raise ValueError(f"{dict(found)} for a generation")
-    return Generation(numbers[0], numbers[1], found["uid"], numbers[2], numbers[3])
+    step, start, ranks, local = numbers
+    if not 1 <= local <= ranks <= _MOST_RANKS or ranks % local:
+        raise ValueError(f"{ranks} ranks, {local} of a host")
+    if not (isinstance(found["uid"], str) and found["uid"].isalnum()):
+        raise ValueError(f"{found['uid']!r} for a start")
+    return Generation(step, start, found["uid"], ranks, local)
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:
     file = found["file"]
-    if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", ".."):
+    if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
         raise ValueError(f"{file!r} for a file in its folder")
-    return Entry(file, _count(found["nbytes"]), tuple(map(_count, _listed(found["sums"]))))
+    nbytes, sums = _count(found["nbytes"]), tuple(map(_count, _listed(found["sums"])))
+    if len(sums) != -(-nbytes // CHUNK):
+        raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
+    return Entry(file, nbytes, sums)
+
+
+def _notes(found: Any) -> dict[str, Any]:
+    """Those that are read are checked: of whom there is parity."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{found!r} for notes")
+    ranks, lengths = (list(map(_count, _listed(found.get(name, [])))) for name in ("ranks", "lengths"))
+    if len(ranks) != len(lengths) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
+        raise ValueError(f"parity of ranks {ranks} with {len(lengths)} lengths")
+    return found
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -151,7 +151,7 @@ class Part:
 
     def _metadata(self, key: str) -> dict[str, Any]:
         try:
-            found = json.loads(self._header[0]["__metadata__"][key])
+            found = json.loads(self._header[0]["__metadata__"][key], object_pairs_hook=_no_twins)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"`{self.name}` is no part of a save: it lacks {key}") from error
         if not isinstance(found, dict):
@@ -196,6 +196,8 @@ def _piece(entry: Mapping[str, Any], place: Sequence[Any], start: int) -> Piece:
         raise ValueError(f"a piece of {tensor!r} of other dimensions")
     if any(at + size > whole for at, size, whole in zip(offset, extent, shape, strict=True)):
         raise ValueError(f"a piece outside of `{tensor}`")
+    if prod(max(size, 1) for size in extent) * dtype.itemsize >= 1 << 63:  # of no elements, yet torch refuses it
+        raise ValueError(f"a piece of `{tensor}` of {extent}")
     if stop - first != prod(extent) * dtype.itemsize:
         raise ValueError(f"a piece of `{tensor}` of {stop - first} bytes")
     return Piece(tensor, tuple(shape), Box(tuple(offset), tuple(extent)), dtype, start + first, start + stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,8 @@ class Reader:
     """By tensor: the boxes that can be read, as (box, (offer, piece)), the nearest first."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _plan: list[Read] = field(default_factory=list)
+    _plan: dict[str, list[Read]] = field(default_factory=dict)
+    _asked: list[dict[str, list[Any]]] = field(default_factory=list)
 
     @property
     def host(self) -> int:
@@ -142,14 +143,21 @@ class Reader:
             reads.append(Read(tensor, index, piece, part, self.world.rank if near else self._server(index)))
         return reads
 
-    def verify(self, reads: list[Read]) -> set[tuple[int, str]]:
+    def verify(self, reads: Mapping[str, list[Read]]) -> set[tuple[int, str]]:
         """Verify what all ranks will read, on the ranks that read it; the damaged offers."""
-        self._plan = reads
-        ask = [[r.offer, r.piece, r.box.offset, r.box.shape, r.server] for r in reads if r.server != self.world.rank]
-        self._asked = self.circle.tell(ask)
+        self._plan = dict(reads)
+        asks = {
+            name: [
+                [read.offer, read.piece, read.box.offset, read.box.shape, read.server]
+                for read in each
+                if read.server != self.world.rank
+            ]
+            for name, each in reads.items()
+        }
+        self._asked = self.circle.tell(asks)
         damaged = []
-        mine = {(read.offer, read.piece) for read in reads if read.server == self.world.rank}
-        mine |= {(o, p) for asked in self._asked for o, p, _, _, server in asked if server == self.world.rank}
+        mine = {(read.offer, read.piece) for each in reads.values() for read in each if read.server == self.world.rank}
+        mine |= {(o, p) for name in reads for _, o, p, _ in self._requests(name)}
         for index, number in sorted(mine):
             try:
                 piece = self.parts[index].pieces[number]
@@ -159,16 +167,18 @@ class Reader:
                 damaged.append(list(self.offers[index].key))
         return {(host, path) for each in self.circle.tell(damaged) for host, path in each}
 
-    def fetch(self) -> list[Tensor]:
-        """The tensors of all planned reads, in their order: views of what is near, copies of what was sent."""
-        sends = [
-            (rank, self._at(o, p, Box(tuple(offset), tuple(shape))).contiguous())
-            for rank, asked in enumerate(self._asked)
-            for o, p, offset, shape, server in asked
-            if server == self.world.rank
-        ]
+    def _requests(self, name: str) -> Iterator[tuple[int, int, int, Box]]:
+        """(rank, offer, piece, box) of what others want from this rank."""
+        for rank, asked in enumerate(self._asked):
+            for offer, piece, offset, shape, server in asked[name]:
+                if server == self.world.rank:
+                    yield rank, offer, piece, Box(tuple(offset), tuple(shape))
+
+    def fetch(self, name: str) -> list[Tensor]:
+        """The tensors of one planned group of reads: views of what is near, copies of what was sent; a collective."""
+        sends = [(rank, self._at(offer, piece, box).contiguous()) for rank, offer, piece, box in self._requests(name)]
         got, receives = [], []
-        for read in self._plan:
+        for read in self._plan[name]:
             if read.server == self.world.rank:
                 got.append(self._at(read.offer, read.piece, read.box))
             else:
@@ -199,9 +209,8 @@ class Wanted:
     reader: Reader
 
     def __post_init__(self) -> None:
-        self._read_boxes: list[Box] = []
-        self._boxes: dict[str, tuple[Box, DTensor | None]] = {}
-        self._counts: list[tuple[str, int]] = []
+        self._boxes: dict[str, dict[str, tuple[Box, DTensor | None]]] = {}  # by name of what is kept, and tensor
+        self._reads: dict[str, list[list[Read]]] = {}  # by name, of each of its tensors
         self._placed: dict[str, DTensor] = {}
         for name, each in self.kept.items():
             found: dict[str, Tensor] = {}
@@ -218,42 +227,32 @@ class Wanted:
         except KeyError as error:
             raise CheckpointError(f"the state of former rank {rank} is missing") from error
 
-    def reads(self) -> list[Read]:
-        """Everything to read, box by box."""
+    def reads(self) -> dict[str, list[Read]]:
+        """Everything to read, for each name that is kept."""
         for name in self.kept:
-            self._visit(name, self._want)
-        reads: list[Read] = []
-        for tensor, (box, _) in self._boxes.items():
-            found = self.reader.locate(tensor, box)
-            self._counts.append((tensor, len(found)))
-            reads += found
-        self._read_boxes = [read.box for read in reads]
-        return reads
+            self._boxes[name] = {}
+            self._visit(name, partial(self._want, self._boxes[name]))
+            self._reads[name] = [self.reader.locate(tensor, box) for tensor, (box, _) in self._boxes[name].items()]
+        return {name: [read for reads in each for read in reads] for name, each in self._reads.items()}
 
-    def states(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """The states, by name, once everything is read; they share nothing with slots or files."""
-        ready, at = {}, 0
-        for tensor, count in self._counts:
-            box, placed = self._boxes[tensor]
-            parts = list(zip(self._read_boxes[at : at + count], tensors[at : at + count], strict=True))
-            ready[tensor], at = _assembled(box, parts, self.reader.kinds[tensor][0]), at + count
-            if placed is not None:
-                shape = placed.shape
-                ready[tensor] = DTensor.from_local(
-                    ready[tensor].to(placed.to_local().device), placed.device_mesh, placed.placements,
-                    run_check=False, shape=shape, stride=placed.stride(),
-                )  # fmt: skip
-        found = {name: self._visit(name, lambda leaf, _: ready[leaf]) for name in self.kept}
-        return {name: state for name, state in found.items() if state is not None}
+    def state(self, name: str) -> dict[str, Any] | None:
+        """One state, which shares nothing with slots or files; None where it starts afresh. A collective."""
+        tensors, ready = iter(self.reader.fetch(name)), {}
+        for (tensor, (box, placed)), reads in zip(self._boxes[name].items(), self._reads[name], strict=True):
+            whole = torch.empty(box.shape, dtype=self.reader.kinds[tensor][0])
+            for read in reads:
+                whole[read.box.inside(box)].copy_(next(tensors))
+            ready[tensor] = whole if placed is None else _as(placed, whole)
+        return self._visit(name, lambda leaf, _: ready[leaf])
 
-    def _want(self, tensor: str, placed: bool) -> Tensor:
+    def _want(self, boxes: dict[str, tuple[Box, DTensor | None]], tensor: str, placed: bool) -> Tensor:
         """Note that a tensor is needed: this rank's box of it where it is placed as one here, else all of it."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
         mine = self._placed.get(tensor) if placed else None
         if mine is not None and tuple(mine.shape) == shape:
-            self._boxes[tensor] = box_of(tensor, mine), mine
+            boxes[tensor] = box_of(tensor, mine), mine
         else:
-            self._boxes.setdefault(tensor, (Box((0,) * len(shape), shape), None))
+            boxes.setdefault(tensor, (Box((0,) * len(shape), shape), None))
         return torch.empty(0)
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
@@ -275,13 +274,8 @@ class Wanted:
             return self._own(self.world.rank, name, leaf, placed=True)
         if each.merge is None:
             return None
-        return self._merged(each, [self._own(rank, name, leaf, placed=False) for rank in range(ranks)], leaf)
-
-    def _merged(self, each: Kept, states: list[dict[str, Any]], leaf: Callable[..., Tensor]) -> dict[str, Any] | None:
-        if leaf == self._want:
-            return None
-        assert each.merge is not None
-        return each.merge(states, self.world.rank, self.world.size)
+        states = [self._own(rank, name, leaf, placed=False) for rank in range(ranks)]
+        return each.merge(states, self.world.rank, self.world.size) if name in self._reads else None
 
     def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
         about = self._trees[rank]
@@ -293,9 +287,8 @@ class Wanted:
         return leaf(f"{homes.get(path, rank)}:{path}", placed)
 
 
-def _assembled(box: Box, parts: Sequence[tuple[Box, Tensor]], dtype: torch.dtype) -> Tensor:
-    """A copy of the box's content from its parts."""
-    whole = torch.empty(box.shape, dtype=dtype)
-    for inner, tensor in parts:
-        whole[inner.inside(box)].copy_(tensor)
-    return whole
+def _as(placed: DTensor, local: Tensor) -> DTensor:
+    """A local tensor as part of one that is placed like another."""
+    local = local.to(placed.to_local().device)
+    layout = {"shape": placed.shape, "stride": placed.stride()}
+    return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, **layout)

@@ -117,8 +117,8 @@ class Recovery:
 
     # -- an attempt ---------------------------------------------------------------------------------------------------
 
-    def attempt(self, choice: Choice, slot: Callable[[int], Slot]) -> dict[str, Any] | None:
-        """The states of this rank, by name; None, and more in `bad`, where something is damaged.
+    def attempt(self, choice: Choice, slot: Callable[[int], Slot]) -> Wanted | None:
+        """What this rank needs, found whole; None, and more in `bad`, where something is damaged.
 
         Args:
             slot: a slot of this rank for the part of a former rank that is rebuilt here.
@@ -132,7 +132,7 @@ class Recovery:
         if damaged := reader.open():
             self.bad |= damaged
             return None
-        wanted, reads, reason = None, [], ""
+        wanted, reads, reason = None, {}, ""
         try:
             wanted = Wanted(self.kept, self.world, choice.generation, reader)
             reads = wanted.reads()
@@ -147,7 +147,7 @@ class Recovery:
         if damaged := reader.verify(reads):
             self.bad |= damaged
             return None
-        return wanted.states(reader.fetch())
+        return wanted
 
     def _rebuilt(self, choice: Choice, how: peers.Rebuild, slot: Callable[[int], Slot]) -> list[Offer]:
         """Rebuild a part in a slot of the builder, which then offers it."""

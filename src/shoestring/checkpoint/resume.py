@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shoestring.checkpoint.disk import MANIFEST
 from shoestring.checkpoint.generation import Generation
 from shoestring.checkpoint.plain import Loader
-from shoestring.checkpoint.reader import Offer
+from shoestring.checkpoint.reader import Offer, Wanted
 from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
 from shoestring.checkpoint.tiered import Engine
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Kept
 
 log = logging.getLogger("shoestring")
 
@@ -42,9 +39,9 @@ def resume(engine: Engine, where: str) -> int | None:
         offers = [offer for offer in offers if Path(offer.path).parent == Path(where)]
     starts = [offer.generation.start for offer in offers]
     while (choice := next(recovery.choices(offers), None)) is not None:
-        states = recovery.attempt(choice, lambda lost: Slot(engine.folder / f"rebuilt-{lost}", engine.files))
-        if states is not None:
-            load(engine.kept, states, f"step {choice.generation.step} of `{disk}`")
+        wanted = recovery.attempt(choice, lambda lost: Slot(engine.folder / f"rebuilt-{lost}", engine.files))
+        if wanted is not None:
+            load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
             _go_on(engine, choice, max(starts) + 1, auto)
             return choice.generation.step
     if offers:
@@ -60,18 +57,21 @@ def _folder(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def load(kept: Mapping[str, Kept], states: Mapping[str, Any], source: str) -> None:
-    """Load states by name; random numbers last, for loading the rest may draw some.
+def load(engine: Engine, wanted: Wanted, source: str) -> None:
+    """Load state by state, so that no more than one is held besides; random numbers last, for the rest may draw some.
 
     Raises:
-        CheckpointError: a state does not fit.
+        CheckpointError: on all ranks: a state does not fit.
     """
-    for name in sorted(states, key=lambda name: name == "random"):
+    for name in sorted(engine.kept, key=lambda name: name == "random"):
+        state, reason = wanted.state(name), ""
         try:
-            kept[name].state.load_state_dict(states[name])
+            if state is not None:
+                engine.kept[name].state.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, AssertionError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-            raise CheckpointError(f"{source} does not fit this run's {name}: {reason}") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[-1].strip() or type(error).__name__
+        if reason := next(filter(None, engine.circle.tell(reason)), ""):
+            raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")
 
 
 def _go_on(engine: Engine, choice: Choice, start: int, auto: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Slot:
     """Of what is sealed in it."""
     lacking: str = ""
     """Why it does not outlive the process."""
+    _no_room: str = ""
     _rooms: dict[str, Tensor] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
 
@@ -42,19 +44,24 @@ class Slot:
         return self.stem.with_name(self.stem.name + SEAL)
 
     def begin(self) -> None:
-        """Break the seal: what is in the slot is gone from here on."""
+        """Break the seal: what is in the slot is gone from here on.
+
+        Where it cannot be broken the sealed files stay as they are, and this process's own memory is filled.
+        """
         self.generation = None
         self._parts = {}
-        self.files.unlink(self.seal_path)
+        try:
+            self.files.unlink(self.seal_path)
+        except OSError as error:
+            self._no_room = f"cannot remove `{self.seal_path}`: {error.strerror}"
+            self._rooms.clear()
+        self.lacking = self._no_room
 
     def resume(self, generation: Generation | None) -> None:
         """Keep what is in the slot if it is of this generation, and break its seal if not."""
-        try:
-            found = Record.read(self.seal_path).generation
-        except CheckpointError:
-            found = None
-        if generation is not None and found == generation:
-            self.generation = found
+        found = sealed(self.seal_path)
+        if found is not None and found.generation == generation:
+            self.generation = found.generation
         else:
             self.begin()
 
@@ -72,6 +79,8 @@ class Slot:
 
     def _mapped(self, key: str, nbytes: int) -> Tensor:
         path = self._path(key)
+        if self._no_room:
+            return torch.empty(nbytes, dtype=torch.uint8)
         try:
             self.files.folder(path.parent)
             self.files.before("reserve", path)
@@ -81,8 +90,9 @@ class Slot:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            self.lacking = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.lacking = self._no_room = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
             return torch.empty(nbytes, dtype=torch.uint8)
         return mapped(path, nbytes, writable=True)
 
@@ -97,7 +107,10 @@ class Slot:
         }
         record = Record(generation, parts, notes or {})
         if not self.lacking:
-            self.files.replace(self.seal_path, record.dumps(), durable=False)
+            try:
+                self.files.replace(self.seal_path, record.dumps(), durable=False)
+            except OSError as error:
+                self.lacking = f"cannot write `{self.seal_path}`: {error.strerror}"
         self.generation = generation
         return record
 
@@ -109,7 +122,8 @@ class Slot:
         """Remove its files."""
         self.begin()
         for key in list(self._rooms):
-            self._path(key).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
         self._rooms.clear()
 
 
@@ -121,7 +135,15 @@ def oldest(slots: Sequence[Slot]) -> Slot:
 def seals(folder: Path) -> Iterator[tuple[Path, Record]]:
     """The seals in a folder of slots; damaged ones are as if they were not there."""
     for path in sorted(folder.glob(f"*{SEAL}")):
-        try:
-            yield path, Record.read(path)
-        except CheckpointError:
-            continue
+        if (record := sealed(path)) is not None:
+            yield path, record
+
+
+def sealed(path: Path) -> Record | None:
+    """What a seal says; None where it is missing, damaged, or another slot's."""
+    try:
+        record = Record.read(path)
+    except CheckpointError:
+        return None
+    stem = path.name.removesuffix(SEAL)
+    return record if all(entry.file.startswith(f"{stem}.") for entry in record.parts.values()) else None

@@ -215,7 +215,7 @@ class Engine:
             circle.close()
 
     def facts(self) -> dict[str, float]:
-        """For the report: seconds of stall, bytes copied, steps that a kill would cost at worst, and what is safe where."""
+        """For the report: seconds of stall, bytes copied, steps at risk, and the newest step that is safe at each level."""
         risk = max(self.schedule.steps[MEMORY], 0) or self.schedule.steps[DISK]
         return {
             "checkpoint_stall": self.stalled,

@@ -1,0 +1,499 @@
+"""Damage of every kind to what is saved: each is found, all ranks fall back alike, and what they load is of one step.
+
+A few ranks stay and restore again and again. Before each time the folders are put back as a run left them, something
+is lost (nothing, one host's memory, all memory) and something is damaged; a model of the redundancy that knows nothing
+of how the cache recovers says which step must be restored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.attached import slots_folder
+from shoestring.checkpoint.disk import MANIFEST, checked
+from shoestring.checkpoint.generation import Record
+from shoestring.checkpoint.part import Part, mapped
+from shoestring.checkpoint.peers import sets
+from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.slots import SEAL, sealed
+from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.tree import encode
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Kept
+from shoestring.core.kept import Progress
+from shoestring.core.world import World
+from shoestring.testing.pool import Pool
+
+CORRUPTIONS = 10_000
+STEPS = 11  # the newest is in own memory only, the one before on peers, and two of the earlier ones on disk
+PAGE = 4096
+BATCH = 100  # corruptions of one call of the ranks
+LOSSES = ("nothing", "nothing", "one host's memory", "all memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run whose saves are damaged."""
+
+    folder: str
+    ranks: int = 2
+    local: int = 1
+    """Ranks of a host."""
+    peers: str = "copy"
+    shared: bool = True
+    """Whether the hosts have one disk."""
+
+    @property
+    def place(self) -> Path:
+        return Path(self.folder)
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.local
+
+    def disk(self, host: int) -> Path:
+        return self.place / "now" / ("saves" if self.shared else f"host-{host}") / "steps"
+
+    def memory(self, host: int) -> Path:
+        return self.place / "now" / f"memory-{host}"
+
+
+SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"ranks": 2},
+    {"ranks": 4, "peers": "parity"},
+    {"ranks": 4, "local": 2},
+    {"ranks": 3, "shared": False},
+    {"ranks": 1},
+)
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Known:
+    """State that is a function of the step."""
+
+    make: Callable[[int], dict[str, Any]]
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict
+
+
+def common(mesh: DeviceMesh, step: int) -> dict[str, Any]:
+    """What all ranks hold alike, and a tensor that they hold in uneven shards."""
+    draw = torch.Generator().manual_seed(step)
+    whole = torch.randn(4 * mesh.size() + 1, 300, generator=draw, dtype=torch.float64)
+    mine = whole.tensor_split([-(-len(whole) // mesh.size()) * (r + 1) for r in range(mesh.size() - 1)])
+    local = mine[mesh.get_local_rank()].contiguous()
+    return {
+        "weight": torch.randn(61, 129, generator=draw),
+        "half": torch.randn(701, generator=draw).bfloat16(),
+        "sharded": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
+        "none": torch.empty(0, 3),
+        "words": ["step", step, None, (True, 0.5)],
+    }
+
+
+def private(rank: int, step: int) -> dict[str, Any]:
+    """What a rank has for itself."""
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    return {"bytes": torch.randint(256, (9000 + 977 * rank,), dtype=torch.uint8, generator=draw), "rank": rank}
+
+
+@dataclass
+class Trainee:
+    """A rank: what it keeps, and its part in saving."""
+
+    setting: Setting
+    progress: Progress
+    states: dict[str, Known]
+    engine: Engine
+
+    @classmethod
+    def of(cls, setting: Setting) -> Trainee:
+        """A collective."""
+        rank = dist.get_rank()
+        world = World(rank, setting.ranks, rank % setting.local, setting.local)
+        mesh = DeviceMesh("cpu", list(range(setting.ranks)))
+        states = {"model": Known(partial(common, mesh)), "mine": Known(partial(private, rank))}
+        host, progress = rank // setting.local, Progress()
+        kept = {
+            "model": Kept(states["model"], "shard", None),
+            "mine": Kept(states["mine"], "own", None),
+            "progress": Kept(progress, "same", None),
+        }
+        settings = Tiered(
+            memory_every=1, peers_every=2, disk_every=4, folder=str(setting.disk(host)),
+            memory=str(setting.memory(host)), peers=setting.peers,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        engine = Engine(kept, progress, world, settings, slots_folder(settings, world), set)
+        return cls(setting, progress, states, engine)
+
+    def at(self, step: int) -> None:
+        self.progress.step = step
+        for state in self.states.values():
+            state.content = state.make(step)
+
+    def train(self) -> None:
+        """Save the states of all steps, each as far as it goes."""
+        for step in range(1, STEPS + 1):
+            self.at(step)
+            self.engine.wait()
+            self.engine.capture(False)
+            self.engine.drain()
+
+    def restored(self) -> tuple[int | None, str]:
+        """Restore; the step that was claimed and what is wrong with what was loaded, or why nothing was."""
+        self.at(0)
+        try:
+            step = resume(self.engine, "auto")
+        except CheckpointError as error:
+            return None, "" if "damaged or incomplete" in str(error) else str(error)
+        if step is None:
+            return None, "" if self.progress.step == 0 else "nothing was found, yet something loaded"
+        good = self.progress.step == step and all(same(s.content, s.make(step)) for s in self.states.values())
+        return step, "" if good else f"not the state of step {step}"
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are equal, bit for bit."""
+    leaves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    trees = [encode(state, "", found) for state, found in zip((one, other), leaves, strict=True)]
+    return trees[0] == trees[1] and all(_bits(leaf) == _bits(leaves[1][path]) for path, leaf in leaves[0].items())
+
+
+def _bits(leaf: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return leaf.dtype, leaf.shape, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# -- what is left, by a model of its own ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slot or a folder on disk: its record, and its parts' files by the parts' names."""
+
+    step: int
+    hosts: tuple[int, ...]
+    """That can read it."""
+    record: Path
+    parts: Mapping[str, Path]
+    lengths: Mapping[str, int]
+
+    @property
+    def memory(self) -> bool:
+        return self.record.name != MANIFEST
+
+
+def places(setting: Setting) -> list[Place]:
+    """All that an undamaged run has left."""
+    found = []
+    for host in range(setting.hosts):
+        for path in sorted(setting.memory(host).rglob(f"*{SEAL}")):
+            found.append(_place(path, (host,)))
+        if host == 0 or not setting.shared:
+            hosts = tuple(range(setting.hosts)) if setting.shared else (host,)
+            found += [_place(path, hosts) for path in sorted(setting.disk(host).glob(f"step-*/{MANIFEST}"))]
+    return found
+
+
+def _place(path: Path, hosts: tuple[int, ...]) -> Place:
+    record = Record.read(path)
+    files = {name: path.parent / entry.file for name, entry in record.parts.items()}
+    return Place(record.generation.step, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
+
+
+def expected(setting: Setting, there: Sequence[Place], hurt: set[Path]) -> int | None:
+    """The newest step of which every byte can still be had; None where there is none."""
+    left = [place for place in there if place.record not in hurt and place.record.exists()]
+    steps = sorted({place.step for place in left}, reverse=True)
+    return next((step for step in steps if _whole(setting, [p for p in left if p.step == step], hurt)), None)
+
+
+def _whole(setting: Setting, left: Sequence[Place], hurt: set[Path]) -> bool:
+    def having(part: str) -> set[int]:
+        return {host for p in left if part in p.parts and p.parts[part] not in hurt for host in p.hosts}
+
+    def rebuilt(rank: int) -> bool:
+        of = next(each for each in sets(setting.hosts, 4) if rank // setting.local in each)
+        others = [host * setting.local + rank % setting.local for host in of if host != rank // setting.local]
+        return bool(others) and all(having(f"private-{r}") & having(f"parity-{r}") for r in others)
+
+    def spread(rank: int) -> bool:  # on disk by this rank, or in any host's memory by the rank at its place there
+        twins = range(rank % setting.local, setting.ranks, setting.local)
+        return bool(having(f"share-{rank}")) or any(having(f"rest-{twin}") for twin in twins if twin != rank)
+
+    ranks = range(setting.ranks)
+    own = all(having(f"private-{rank}") or rebuilt(rank) for rank in ranks)
+    return own and (setting.hosts == 1 or all(spread(rank) for rank in ranks))
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+Damage = Callable[[list[Place], random.Random], set[Path] | None]
+"""Hurts something of what there is, and tells which files; None where there is nothing to hurt so."""
+
+
+def _targets(there: Sequence[Place], prefix: str = "") -> list[tuple[Place, str]]:
+    return [(p, name) for p in there for name in p.parts if p.record.name.startswith(prefix)]
+
+
+def _hit(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> set[Path] | None:
+    before = path.read_bytes()
+    after = bytes(change(bytearray(before)))
+    path.write_bytes(after)
+    return {path} if after != before else None
+
+
+def _flipped(draw: random.Random, stop: int | None = None) -> Callable[[bytearray], bytearray]:
+    def change(data: bytearray) -> bytearray:
+        data[draw.randrange(min(len(data), stop or len(data)))] ^= 1 << draw.randrange(8)
+        return data
+
+    return change
+
+
+def _zeroed(draw: random.Random) -> Callable[[bytearray], bytearray]:
+    def change(data: bytearray) -> bytearray:
+        start = draw.randrange(-(-len(data) // PAGE)) * PAGE
+        data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+        return data
+
+    return change
+
+
+def _ways(draw: random.Random) -> Callable[[bytearray], bytes | bytearray]:
+    """One of the plain kinds of damage."""
+    return draw.choice([_flipped(draw), _zeroed(draw), lambda data: data[: draw.randrange(len(data))]])
+
+
+def _part(change: Callable[[random.Random], Any], prefix: str = "") -> Damage:
+    def damage(there: list[Place], draw: random.Random) -> set[Path] | None:
+        if not (targets := _targets(there, prefix)):
+            return None
+        place, name = draw.choice(targets)
+        return _hit(place.parts[name], change(draw))
+
+    return damage
+
+
+def _record(memory: bool) -> Damage:
+    def damage(there: list[Place], draw: random.Random) -> set[Path] | None:
+        targets = [place.record for place in there if place.memory == memory]
+        return _hit(draw.choice(targets), _ways(draw)) if targets else None
+
+    return damage
+
+
+def _swapped(alike: Callable[[Place, str, Place, str], bool]) -> Damage:
+    """Two files take each other's place."""
+
+    def damage(there: list[Place], draw: random.Random) -> set[Path] | None:
+        if not (targets := _targets(there)):
+            return None
+        place, name = draw.choice(targets)
+        others = [(p, n) for p, n in targets if alike(place, name, p, n) and p.parts[n] != place.parts[name]]
+        return _exchange(place.parts[name], (lambda p, n: p.parts[n])(*draw.choice(others))) if others else None
+
+    return damage
+
+
+def _exchange(one: Path, other: Path) -> set[Path] | None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    return {one, other} if first != second else None
+
+
+def _ranks(place: Place, name: str, other: Place, twin: str) -> bool:
+    return place.step == other.step and name.split("-")[0] == twin.split("-")[0] and name != twin
+
+
+def _generations(place: Place, name: str, other: Place, twin: str) -> bool:
+    return place.step != other.step and name == twin and place.memory == other.memory
+
+
+def _records(there: list[Place], draw: random.Random) -> set[Path] | None:
+    """The seals or manifests of two generations take each other's place."""
+    one = draw.choice(there)
+    others = [p for p in there if p.memory == one.memory and p.step != one.step and p.hosts == one.hosts]
+    return _exchange(one.record, draw.choice(others).record) if others else None
+
+
+def _missing(there: list[Place], draw: random.Random) -> set[Path]:
+    place = draw.choice(there)
+    path = draw.choice([place.record, *place.parts.values()])
+    path.unlink()
+    return {path}
+
+
+def _mixed(there: list[Place], draw: random.Random) -> set[Path] | None:
+    """A file whose end is of another generation: a write that was cut short, if there had been no seal."""
+    found = [(p, n, q) for p, n in _targets(there) for q in there if _generations(p, n, q, n) and n in q.parts]
+    if not found:
+        return None
+    place, name, other = draw.choice(found)
+    theirs = other.parts[name].read_bytes()
+
+    def change(data: bytearray) -> bytes:
+        cut = draw.randrange(len(data))
+        return bytes(data[:cut]) + theirs[cut : len(data)]
+
+    return _hit(place.parts[name], change)
+
+
+DAMAGES: Mapping[str, Damage] = {
+    "bit flip": _part(_flipped),
+    "truncation": _part(lambda draw: lambda data: data[: draw.randrange(len(data))]),
+    "zero page": _part(_zeroed),
+    "header": _part(partial(_flipped, stop=400)),
+    "replica": _part(_ways, "held-"),
+    "parity": _part(_ways, "held-"),
+    "manifest": _record(memory=False),
+    "seal": _record(memory=True),
+    "swapped ranks": _swapped(_ranks),
+    "swapped generations": _swapped(_generations),
+    "swapped records": _records,
+    "missing file": _missing,
+    "mixed file": _mixed,
+}
+
+
+def found(path: Path, there: Sequence[Place]) -> bool:
+    """Whether a check of the place that a damaged file is of says so."""
+    place = next(each for each in there if path == each.record or path in each.parts.values())
+    try:
+        if not place.memory:
+            checked(place.record.parent, Record.read(place.record))
+        elif (record := sealed(place.record)) is not None:
+            for entry in record.parts.values():
+                file = place.record.parent / entry.file
+                if not file.is_file() or file.stat().st_size < entry.nbytes:
+                    return True
+                Part(str(file), mapped(file, entry.nbytes), entry.sums).verify()
+        return place.memory and record is None
+    except CheckpointError:
+        return True
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------
+
+
+def prepare(setting: Setting, trainee: Trainee) -> None:
+    """Train, and keep what was left; files in memory are cut to what is in them, for they are copied very often."""
+    trainee.train()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for place in places(setting):
+            for name, path in place.parts.items():
+                with path.open("r+b") as file:
+                    file.truncate(place.lengths[name])
+        (setting.place / "now").rename(setting.place / "left")
+    dist.barrier()
+
+
+def strike(setting: Setting, seed: str) -> tuple[str, int | None, list[str]]:
+    """Put everything back, lose and damage something: what, the step that must be restored, and what went unseen."""
+    draw = random.Random(seed)
+    now = setting.place / "now"
+    shutil.rmtree(now, ignore_errors=True)
+    shutil.copytree(setting.place / "left", now)
+    there, loss = places(setting), draw.choice(LOSSES)
+    lost = {"nothing": 0, "one host's memory": 1}.get(loss, setting.hosts)
+    for host in draw.sample(range(setting.hosts), lost):
+        shutil.rmtree(setting.memory(host))
+    left, hurt, told = [place for place in there if place.record.exists()], set[Path](), []
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        struck, whole = None, [place for place in left if not hurt & {place.record, *place.parts.values()}]
+        while struck is None and whole:
+            name = draw.choice(list(DAMAGES))
+            struck = DAMAGES[name](whole, draw)
+        if struck:
+            hurt |= struck
+            told.append(f"{name} of {', '.join(str(path.relative_to(now)) for path in sorted(struck))}")
+    unseen = [f"unseen: {path}" for path in sorted(hurt) if not found(path, left)]
+    return f"{loss} lost; {'; '.join(told)}", expected(setting, there, hurt), unseen
+
+
+def trials(setting: Mapping[str, Any], first: int, count: int) -> list[str]:
+    """A scenario: strike and restore so many times; what was not as it should be, one line each."""
+    logging.getLogger("shoestring").setLevel(logging.CRITICAL)
+    chosen = Setting(**setting)
+    trainee, wrong = Trainee.of(chosen), []
+    engine = trainee.engine
+    try:
+        if not (chosen.place / "left").exists():
+            prepare(chosen, trainee)
+        for number in range(first, first + count):
+            struck = strike(chosen, f"{chosen.ranks} {number}") if dist.get_rank() == 0 else None
+            what, step, unseen = engine.circle.tell(struck)[0]
+            told = engine.circle.tell(trainee.restored())
+            wrong += [f"trial {number}, {what}: {each}" for each in unseen]
+            if any(each != [step, ""] for each in told):
+                wrong.append(f"trial {number}, {what}: {told} in place of step {step}")
+    finally:
+        engine.close()
+    return wrong
+
+
+def corrupted(setting: Setting, count: int, first: int = 0) -> Iterator[tuple[int, list[str]]]:
+    """Trials of one setting in ranks of their own; after each batch the number of those done, and what was wrong."""
+    with Pool(setting.ranks, timeout=600) as pool:
+        for start in range(first, count, BATCH):
+            size = min(BATCH, count - start)
+            yield start + size, pool.call(trials, setting=asdict(setting), first=start, count=size)[0]
+
+
+# -- bars -------------------------------------------------------------------------------------------------------------
+
+
+def everything(cache: Path | None, total: int, deadline: Deadline) -> Measured:
+    """The share of all corruptions that were survived as they should be; goes on from what the cache says was done."""
+    with TemporaryDirectory() as aside:
+        notes = (cache or Path(aside)) / "damage.json"
+        done: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {"done": {}, "wrong": []}
+        for number, chosen in enumerate(SETTINGS):
+            setting = Setting(folder=str(Path(aside) / str(number)), **chosen)
+            share = total // len(SETTINGS) + (number < total % len(SETTINGS))
+            for count, wrong in corrupted(setting, share, done["done"].get(str(number), 0)):
+                done["done"][str(number)] = count
+                done["wrong"] += wrong
+                notes.parent.mkdir(parents=True, exist_ok=True)
+                notes.write_text(json.dumps(done))
+                deadline.check()
+    count, wrong = sum(done["done"].values()), done["wrong"]
+    return Measured((count - len(wrong)) / count, f"{count} corruptions{'; ' if wrong else ''}{'; '.join(wrong[:3])}")
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bar; progress is kept in the folder `cache`, if there is one."""
+    what = (
+        "bit flips, truncations, zeroed pages, swapped ranks, generations and records, damaged replicas, parity, "
+        "manifests, seals and headers, missing and mixed files, with and without lost memory, on 1 to 4 ranks: share "
+        "of 10,000 corruptions that were found, and from which all ranks fell back to the same, newest whole step"
+    )
+    return [Bar("checkpoint.damage", what, ">=", 1.0, partial(everything, cache, CORRUPTIONS))]

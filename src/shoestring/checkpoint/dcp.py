@@ -1,0 +1,321 @@
+"""Saves as torch.distributed.checkpoint (DCP) has them, out and in.
+
+Out, torch's own writer does the work: we plan one chunk a piece and give it the pieces as they lie in our files. What
+it writes are pickles (`.metadata`, and each tensor as torch.save has it). In, nothing is unpickled: the pickles are
+read by `pickles.inert`, and only what a tensor's bytes and plain data need is taken from them.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shoestring.checkpoint.exports import Saved, Stored
+from shoestring.checkpoint.layout import DTYPES, Box
+from shoestring.checkpoint.pickles import Call, Name, Outside, inert, plain
+from shoestring.core.errors import CheckpointError
+
+METADATA: Final = ".metadata"
+LONGEST: Final = 100_000  # items of a list of states
+_OF_DCP: Final = "torch.distributed.checkpoint.metadata."
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
+    """Write some states of a save to a folder that `torch.distributed.checkpoint.load` reads, under their names.
+
+    Raises:
+        CheckpointError: a tensor is damaged or incomplete; the folder then has no .metadata.
+        OSError: the disk.
+    """
+    planner = _Pieces()
+    states = {name: _replaced(saved.state(name), planner.stored) for name in names}
+    writer = FileSystemWriter(folder, overwrite=False)
+    save(states, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
+    """A state with tensors without data in the place of `Stored`, so that torch flattens it as it flattens any."""
+    if isinstance(value, Stored):
+        empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        stored[id(empty)] = empty, value
+        return empty
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, stored) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, stored) for each in value)
+    return value
+
+
+class _Pieces(DefaultSavePlanner):
+    """Plans one chunk a piece, and resolves it to the piece where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, tuple[Tensor, Stored]] = {}
+        """By the address of what stands for it, which is kept alive here."""
+        self._reads: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for name, value in self.state_dict.items():
+            if id(value) in self.stored:
+                items += self._chunks(name, self.stored[id(value)][1])
+            else:
+                items += create_default_local_save_plan({name: value}, True).items
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def _chunks(self, name: str, stored: Stored) -> Iterator[WriteItem]:
+        for box, read in stored.cover():
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            self._reads[name, box.offset] = read
+            data = TensorWriteData(chunk, TensorProperties(dtype=stored.dtype), torch.Size(stored.shape))
+            yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        assert write_item.index.offset is not None
+        tensor = self._reads[write_item.index.fqn, tuple(write_item.index.offset)]().contiguous()
+        # torch copies what is part of a larger storage, and keeps the copies; this one is no part of any, and mapped.
+        alone = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor
+        return alone.view(tensor.dtype).view(tensor.shape)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The nested states in a folder that torch.distributed.checkpoint wrote; tensors of one chunk are mapped.
+
+    Raises:
+        CheckpointError: it is damaged, holds what is neither a tensor nor plain data, or is of another kind.
+    """
+    path = folder / METADATA
+    try:
+        metadata = _state(inert(path.read_bytes(), str(path)), f"{_OF_DCP}Metadata")
+        entries: Mapping[str, Any] = metadata["state_dict_metadata"]
+        places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
+        paths = plain(metadata["planner_data"], str(path)) or {}
+        states: dict[str, Any] = {}
+        for name, entry in entries.items():
+            value = _value(folder, name, entry, places)
+            _put(states, paths.get(name, (name,)), value)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{error.filename or path}`: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"`{folder}` is damaged, or not what torch writes: {error}") from error
+    return states
+
+
+def _state(value: Any, target: str) -> Any:
+    """The state of something that the pickle would have made, where it is what it should be."""
+    if not isinstance(value, Call) or value.target != target:
+        raise ValueError(f"{value.target if isinstance(value, Call) else value!r} in the place of {target}")
+    return value.state
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Call) or value.target != "torch.Size":
+        raise ValueError(f"{value!r} for a size")
+    (numbers,) = value.arguments
+    return _numbers(numbers)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    for number in values:
+        if type(number) is not int or not 0 <= number < 1 << 60:
+            raise ValueError(f"{number!r} for a size")
+    return tuple(values)
+
+
+Key = tuple[str, tuple[int, ...] | None]
+Place = tuple[str, int, int]  # file, offset and bytes in it
+
+
+def _key(index: Any) -> Key:
+    found = _state(index, f"{_OF_DCP}MetadataIndex")
+    return found["fqn"], None if found["offset"] is None else _size(found["offset"])
+
+
+def _place(info: Any) -> Place:
+    found = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+    if found.get("transform_descriptors"):
+        raise ValueError("compressed or encrypted files")
+    name, (offset, length) = found["relative_path"], _numbers((found["offset"], found["length"]))
+    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} for a file in its folder")
+    return name, offset, length
+
+
+def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place]) -> Any:
+    """A tensor, or plain data."""
+    if isinstance(entry, Call) and entry.target == f"{_OF_DCP}BytesStorageMetadata":
+        file, offset, length = places[name, None]
+        with _Window(folder / file, offset, length) as window, zipfile.ZipFile(window) as archive:
+            return plain(inert(_pickle(archive), name), name)
+    found = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
+    dtype, *_ = _state(found["properties"], f"{_OF_DCP}TensorProperties")
+    if not isinstance(dtype, Name) or dtype.name not in _DTYPES:
+        raise ValueError(f"`{name}` has the type {dtype}")
+    chunks = []
+    for each in found["chunks"]:
+        chunk = _state(each, f"{_OF_DCP}ChunkStorageMetadata")
+        box = Box(_size(chunk["offsets"]), _size(chunk["sizes"]))
+        chunks.append((box, lambda part, box=box: _chunk(folder, places[name, box.offset], box, _DTYPES[dtype.name])))
+    pieces = tuple((box, lambda part, box=box, load=load: load(part)[part.inside(box)]) for box, load in chunks)
+    return Stored(name, _DTYPES[dtype.name], _size(found["size"]), pieces).read()
+
+
+def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
+    """A tensor as torch.save wrote it, mapped."""
+    file, offset, length = place
+    with _Window(folder / file, offset, length) as window, zipfile.ZipFile(window) as archive:
+        rebuilt = inert(_pickle(archive), file)
+        if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
+            raise ValueError(f"something in the place of a tensor of {list(box.shape)}")
+        storage, first, shape, strides = rebuilt.arguments[:4]
+        if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
+            raise ValueError(f"a tensor of {shape} in the place of one of {list(box.shape)}")
+        info = next(each for each in archive.infolist() if each.filename.endswith(f"/data/{storage.key[2]}"))
+        start = offset + window.content(info)
+    data = _bytes(folder / file, start, info)
+    numbers = (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
+    last = first + sum((extent - 1) * stride for extent, stride in zip(shape, _numbers(strides), strict=True))
+    if prod(shape) and not 0 <= last < len(numbers):
+        raise ValueError("a tensor that is larger than its bytes")
+    return numbers.as_strided(shape, strides, first) if prod(shape) else torch.empty(shape, dtype=dtype)
+
+
+def _bytes(path: Path, start: int, info: zipfile.ZipInfo) -> Tensor:
+    if not info.file_size:
+        return torch.empty(0, dtype=torch.uint8)
+    if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > path.stat().st_size:
+        raise ValueError(f"`{path}` is compressed, or cut short")
+    data = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
+    if zlib.crc32(data.data) != info.CRC:
+        raise ValueError(f"`{path}` is not what was written: a checksum differs")
+    return torch.from_numpy(data)
+
+
+def _pickle(archive: zipfile.ZipFile) -> bytes:
+    """The pickle in what torch.save wrote, where its numbers are in this machine's order of bytes."""
+    names = {PurePath(name).name: name for name in archive.namelist()}
+    if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+        raise ValueError("numbers in the other order of bytes")
+    return archive.read(names["data.pkl"])
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = path.open("rb"), offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def content(self, info: zipfile.ZipInfo) -> int:
+        """Where the content of a file in an archive begins: behind the header before it."""
+        self.seek(info.header_offset + 26)
+        lengths = self.read(4) or b""
+        return info.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _put(states: dict[str, Any], path: Sequence[Any], value: Any) -> None:
+    """Put a value where it was before it was flattened; whole numbers in a path are places in lists."""
+    into: Any = states
+    for at, following in zip(path, [*path[1:], None], strict=True):
+        fresh: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(into, list):
+            if at >= LONGEST:
+                raise ValueError(f"a list of {at} items")
+            into.extend([None] * (at + 1 - len(into)))
+            into[at] = fresh if into[at] is None else into[at]
+        elif not isinstance(into, dict):
+            raise ValueError(f"{path} inside of a value")
+        else:
+            into.setdefault(at, fresh)
+        into = into[at]
+
+
+def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, Any]:
+    """A program's states under the names that a job has for them.
+
+    Args:
+        model: what the model is called in `states`; empty where they are a model's and nothing else.
+        optimizer: what the optimizer is called, where there is one.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    if not model:
+        return {"model": dict(states)}
+    if not isinstance(states.get(model), dict):
+        raise CheckpointError(
+            f"there is no `{model}` in it", hint=f"it has: {', '.join(map(str, states))}; use --model"
+        )
+    rest = {name: state for name, state in states.items() if name not in (model, optimizer, "model", "optimizer")}
+    found = {"model": states[model], **{name: state for name, state in rest.items() if name == "progress"}}
+    if isinstance(states.get(optimizer), dict):
+        found["optimizer"] = _numbered({"state": {}, **states[optimizer]})
+    return found
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state whose parameters go by numbers, which became strings when it was flattened."""
+    groups = state.get("param_groups")
+    listed = (
+        [group.get("params", ()) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
+    if not any(type(each) is int for params in listed for each in params):
+        return state
+    return state | {"state": {int(key): each for key, each in state["state"].items()}}
+
+
+def with_step(states: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int]:
+    """The states with progress in them, and the steps that are done: as given, as they say, or none."""
+    told = states.get("progress", {})
+    known = told.get("step") if isinstance(told, dict) else None
+    done = step if step is not None else known if type(known) is int else 0
+    progress = {"total": 0, "tokens": 0, "count": 0.0, **(told if isinstance(told, dict) else {}), "step": done}
+    return {**states, "progress": progress}, done
