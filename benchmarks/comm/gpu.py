@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from statistics import median
 
-from benchmarks.harness import Bar, Deadline, Measured, NotRun
+from benchmarks.harness import Bar, Deadline, Measured
 
 ROUNDS = 5
 
@@ -46,9 +47,35 @@ def seconds_of_backward(model: object, tokens: object) -> float:
     return time.perf_counter() - began
 
 
-def fused(_: Deadline) -> Measured | NotRun:
+def fused(_: Deadline) -> Measured:
     """Bytes that selection with error feedback must move, over its time, as a share of what a copy reaches."""
-    return NotRun("there is no fused kernel yet")
+    import torch
+
+    from shoestring.comm.fused import Sum, launch
+
+    device, n, k = torch.device("cuda"), 2**28, 2**18
+    fresh, e, g = torch.randn(n, device=device), torch.randn(n, device=device), torch.empty(n, device=device)
+    threshold = (fresh + e).abs().topk(k).values[-1]
+    copying, launching = [], []
+    for _round in range(2 * ROUNDS):
+        copying.append(seconds_of(lambda: g.copy_(fresh)))
+        launching.append(seconds_of(lambda: launch(Sum(g, e), threshold, 2 * k)))
+    copied, seconds = median(copying[ROUNDS:]), median(launching[ROUNDS:])
+    moved = 3 * g.nbytes + k * (8 + 4)
+    note = f"{1e-9 * moved / seconds:.0f} GB/s, a copy {2e-9 * g.nbytes / copied:.0f}; {k:,} of {n:,} entries are sent"
+    return Measured(moved / seconds / (2 * g.nbytes / copied), note)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Of the device, by its own clock."""
+    import torch
+
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    work()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 def smoke(_: Deadline) -> Measured:

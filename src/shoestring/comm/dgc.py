@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoestring.comm.codec import Coding, Grads, Mean, Turn
+from shoestring.comm.fused import Sum
 from shoestring.comm.topk import Form, How, Sparse
 from shoestring.core._torch import foreach_add_, foreach_mul_
 
@@ -60,19 +61,17 @@ class DGC(Sparse):
             return
         whole = [Mean(self.gathered(dense))] if dense else []
         u, v, g = self.flat("velocity", sparse), self.flat("residual", sparse), self.gathered(sparse)
-        if self.nesterov:
-            g *= 1 + self.momentum
-        M = g.add_(v).add_(u, alpha=self.momentum)  # the next v; u must wait for the answers
-        indices = self.select(M, [grad.numel() for grad in sparse.values()], self.density_at(turn.step))
-        requests, sent = self.encode(M, indices)
+        terms = Sum(g, v, u, 1 + self.momentum if self.nesterov else 1.0, self.momentum)  # the next v; u must wait
+        indices, values = self.select(terms, [grad.numel() for grad in sparse.values()], self.density_at(turn.step))
+        requests, sent = self.encode(indices, values, len(g))
         answers = yield [*whole, *requests]
         if dense:
             self._deliver(dense, answers[0])
         self._accelerate(u, self.keep("velocity", sparse), list(sparse.values()))
         if self.masking:
             u[indices] = 0
-        M.index_add_(0, indices, sent, alpha=-1)
-        self.replace("residual", sparse, M)
+        g[indices] = values - sent
+        self.replace("residual", sparse, g)
         self.spread(sparse, self.decode(answers[len(whole) :], len(indices), out=v))
 
     def density_at(self, step: int) -> float:

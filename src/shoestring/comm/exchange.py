@@ -25,14 +25,17 @@ class Exchange(Feature):
     """Exchanges that may travel at once, each by a process group of its own."""
     torus: bool = True
     """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
-    select: Literal["all", "uniform", "knapsack", "hypernetwork"] = "all"
-    """Which parameters are sent in a step: all, or as many as `budget_kb` pays for; the others are owed."""
+    select: Literal["all", "uniform", "knapsack", "hypernetwork", "lgreco"] = "all"
+    """Which parameters are sent in a step: all, or as many as `budget_kb` pays for; the others are owed. With "lgreco"
+    all are, those more exactly that need it: as exactly as without, in fewer bytes, or as `budget_kb` pays for."""
     budget_kb: float = 0.0
     """With `select`: kB that may leave a rank in a step, on average."""
 
     seams: ClassVar = (Seam.WIRE,)
     alone: ClassVar = False
     """Whether it does its part of the optimizer's work on one rank too, where nothing travels."""
+    graded: ClassVar[bool] = False
+    """Whether it can send some parameters more exactly than others."""
 
     @abstractmethod
     def codec(self) -> Codec:
@@ -42,6 +45,10 @@ class Exchange(Feature):
         """A new codec with these settings, for those parameters that are selected."""
         if self.select == "all":
             return self.codec()
+        if self.select == "lgreco":
+            from shoestring.comm.lgreco import LGreco
+
+            return LGreco(self.codec, 1e3 * self.budget_kb)
         from shoestring.comm.hypernetwork import Hypernetwork
         from shoestring.comm.knapsack import Knapsack
         from shoestring.comm.select import Selected, Uniform
@@ -58,7 +65,12 @@ class Exchange(Feature):
         for name in ("parts", "channels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
-        if (self.select != "all") != (self.budget_kb > 0):
+        if self.select == "lgreco" and not self.graded:
+            raise ConfigError(
+                f'`{self.name}` sends all parameters alike, so `select = "lgreco"` has nothing to choose',
+                hint="use [comm.powersgd]",
+            )
+        if self.select != "lgreco" and (self.select != "all") != (self.budget_kb > 0):
             raise ConfigError(
                 f"`{self.name}.select` and `{self.name}.budget_kb` need each other",
                 hint="say which parameters to prefer, and how many kB a step may send",
@@ -86,7 +98,8 @@ class Exchange(Feature):
             return "one rank: nothing travels" if self.alone else "off: one rank"
         by_rows = self.torus and world.hosts > 1 and world.local_size > 1
         between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
-        parts = f"{self.select} within {self.budget_kb:g} kB a step, " if self.select != "all" else ""
+        within = f" within {self.budget_kb:g} kB a step" if self.budget_kb else ""
+        parts = f"{self.select}{within}, " if self.select != "all" else ""
         parts += f"in {self.parts} parts " if self.parts > 1 else ""
         return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
 

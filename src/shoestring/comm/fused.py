@@ -6,8 +6,8 @@ beside it. By torch's own operations, memory is read and written more than three
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -54,54 +54,57 @@ class Taken:
     complete: bool  # whether there was room for all of them
     tell: Tensor  # 0; NaN if an entry of M was not finite
 
-    def put_back(self, M: Tensor) -> Tensor:
+    def put_back(self, M: Tensor) -> None:
         M[self.indices] = self.values
-        return M
-
-
-Take = Callable[[Sum, Tensor, int], Taken]
 
 
 def available(device: torch.device) -> bool:
     """Whether `take` works on this device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
 
 
-def take(terms: Sum, threshold: Tensor, capacity: int) -> Taken:
-    """Take what of M is over the threshold (a scalar on the device), at most `capacity` entries; the rest is in `g`."""
-    launched = launch(terms, threshold, capacity)
-    return gathered(*launched, capacity)
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
-def launch(terms: Sum, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Start the kernel; returns its indices and values, unordered, their count, and what tells of numbers not finite."""
+def picked(terms: Sum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Tensor, Tensor] | None:
+    """k entries of M over a threshold, a scalar on the device: indices, ascending, and values, NaN if M is not finite.
+
+    M is in `terms.g` then. None where fewer than k are over the threshold, or far more.
+
+    Args:
+        largest: the k largest; otherwise those only if many are over the threshold, and k evenly spread if few are.
+    """
+    taken = take(terms, threshold, 2 * k)
+    count = len(taken.indices)
+    taken.put_back(terms.g)
+    if count < k or not taken.complete:
+        return None
+    if largest or count > 1.3 * k:
+        which = taken.values.abs().topk(k, sorted=False).indices.sort().values
+    else:
+        which = torch.arange(k, device=threshold.device) * count // k
+    return taken.indices[which], taken.values[which] + taken.tell
+
+
+def take(terms: Sum, threshold: Tensor, room: int) -> Taken:
+    """Take what of M is over the threshold, at most `room` entries; what is left of M is in `terms.g`."""
+    indices, values, count, tell = launch(terms, threshold, room)
+    found = int(count)  # waits for the device
+    indices, order = indices[: min(found, room)].sort()
+    return Taken(indices, values[order], found <= room, tell.sum())
+
+
+def launch(terms: Sum, threshold: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Start the kernel: indices and values in any order, how many are over the threshold, and what is NaN if M is."""
     from shoestring.comm.fused_kernel import split
 
-    g, n = terms.g, len(terms)
-    blocks = -(-n // BLOCK)
-    indices = torch.empty(capacity, dtype=torch.int64, device=g.device)
-    values, tell = g.new_empty(capacity), g.new_empty(blocks)
-    count = torch.zeros(1, dtype=torch.int32, device=g.device)
-    u = terms.e if terms.u is None else terms.u
-    numbers = (n, terms.scale, terms.momentum, capacity)
-    out = (indices, values, count, tell)
-    split[(blocks,)](g, terms.e, u, threshold.view(1), *numbers, *out, MOMENTUM=terms.u is not None, BLOCK=BLOCK)
-    return out
-
-
-def gathered(indices: Tensor, values: Tensor, count: Tensor, tell: Tensor, capacity: int) -> Taken:
-    """What the kernel found, in ascending order; waits for the device."""
-    found = int(count)
-    indices, order = indices[: min(found, capacity)].sort()
-    return Taken(indices, values[order], found <= capacity, tell.sum())
-
-
-def take_by_torch(terms: Sum, threshold: Tensor, capacity: int) -> Taken:
-    """What `take` does, on any device; where there is not room for all, it takes the first."""
-    M = terms.built()
-    tell = 0 * M.sum()
-    hits = (M.abs() > threshold).nonzero().view(-1)
-    indices = hits[:capacity]
-    values = M[indices]
-    M[indices] = 0
-    return Taken(indices, values, len(hits) <= capacity, tell)
+    g, blocks = terms.g, -(-len(terms) // BLOCK)
+    indices, values = torch.empty(room, dtype=torch.int64, device=g.device), g.new_empty(room)
+    count, tell = torch.zeros(1, dtype=torch.int32, device=g.device), g.new_empty(blocks)
+    u = g if terms.u is None else terms.u
+    inputs = (g, terms.e, u, threshold.view(1), len(terms), terms.scale, terms.momentum, room)
+    outputs, kernel = (indices, values, count, tell), split[(blocks,)]  # pyright: ignore[reportIndexIssue]
+    kernel(*inputs, *outputs, MOMENTUM=terms.u is not None, BLOCK=BLOCK)
+    return outputs

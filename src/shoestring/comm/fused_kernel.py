@@ -8,21 +8,21 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def split(
-    g,  # (n,) in: gradients; out: what is left
-    e,  # (n,) residual
-    u,  # (n,) velocity, read where MOMENTUM is true
-    threshold,  # (1,)
-    n,
-    scale,
-    momentum,
-    capacity,
-    indices,  # (capacity,) int64
-    values,  # (capacity,)
-    count,  # (1,) int32, zero: becomes the number of entries over the threshold
-    tell,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
+    g: tl.tensor,  # (n,) in: gradients; out: what is left
+    e: tl.tensor,  # (n,) residual
+    u: tl.tensor,  # (n,) velocity, read where MOMENTUM is true
+    threshold: tl.tensor,  # (1,)
+    n: tl.tensor,
+    scale: tl.tensor,
+    momentum: tl.tensor,
+    room: tl.tensor,
+    indices: tl.tensor,  # (room,) int64
+    values: tl.tensor,  # (room,)
+    count: tl.tensor,  # (1,) int32, zero: becomes the number of entries over the threshold
+    tell: tl.tensor,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
     MOMENTUM: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """M = scale g + e + momentum u; move its entries of magnitudes over the threshold to `indices` and `values`.
 
     Blocks take room there in any order. What finds none is left in `g`.
@@ -35,7 +35,7 @@ def split(
         M += tl.load(u + at, mask=inside, other=0.0) * momentum
     hit = (tl.abs(M) > tl.load(threshold)) & inside
     place = tl.atomic_add(count, tl.sum(hit.to(tl.int32), 0)) + tl.cumsum(hit.to(tl.int32), 0) - 1
-    moved = hit & (place < capacity)
+    moved = hit & (place < room)
     tl.store(indices + place, at, mask=moved)
     tl.store(values + place, M, mask=moved)
     tl.store(g + at, tl.where(moved, 0.0, M), mask=inside)

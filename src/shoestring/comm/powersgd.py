@@ -13,6 +13,7 @@ with Q as (m, r), they take three to four times as long on a CPU.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,7 @@ class PowerSGD(Codec):
     """
 
     shared = frozenset({"Qt", "P"})
+    graded = True
 
     def __init__(
         self,
@@ -122,12 +124,29 @@ class PowerSGD(Codec):
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
         """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
-        n, m = grad.shape
+        rank, residual = self._rank(name, grad), self.kept("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         if name not in P and name not in Qt:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-            Qt[name] = torch.randn(min(self.rank, n, m), m, generator=generator).to(grad.device)
-        return Matrix(name, grad, self.kept("residual", name, grad), P.get(name), Qt.get(name))
+            Qt[name] = torch.randn(rank, grad.shape[1], generator=generator).to(grad.device)
+        if name in P:
+            return Matrix(name, grad, residual, resized(P[name].t(), rank, generator).t(), None)
+        return Matrix(name, grad, residual, None, resized(Qt[name], rank, generator))
+
+    def _rank(self, name: str, grad: Tensor) -> int:
+        """That of the settings, scaled; as far as a factor of `least` is still saved."""
+        n, m = grad.shape
+        rank = max(1, round(self.rank * self.scales.get(name, 1)))
+        return min(rank, n, m, max(1, math.ceil(n * m / ((n + m) * self.least)) - 1))
+
+
+def resized(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    """With `rank` rows: the first ones of a basis (r, m), or all and others drawn at random, about as long."""
+    r, m = basis.shape
+    if r >= rank:
+        return basis[:rank]
+    drawn = torch.randn(rank - r, m, generator=generator).to(basis.device)
+    return torch.cat([basis, drawn * (torch.linalg.vector_norm(basis) / (r * m) ** 0.5)])
 
 
 def averaged(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoestring.comm.codec import Codec, Coding, Grads, Make, Mean, Turn
 from shoestring.comm.probing import coded
-from shoestring.core._torch import foreach_add_, foreach_copy_, foreach_mul_
+from shoestring.core._torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 from shoestring.core.errors import ConfigError
 
 TOLD = 3  # fp32 numbers that each layer sends with every exchange
@@ -170,15 +170,12 @@ class Selected(Codec):
         """(3 x layers,): ‖g‖, ‖M‖, and ⟨g, M before⟩ for selectors that learn."""
         before = (self.state.get("unsent", {}) | self.state.get("delivered", {})) if self.selector.learns else {}
         zero = torch.zeros((), device=next(iter(grads.values())).device)
-        rows = [
-            torch.stack([
-                torch.linalg.vector_norm(grad.float()),
-                torch.linalg.vector_norm(M[name].float()),
-                torch.dot(grad.reshape(-1).float(), before[name].reshape(-1).float()) if name in before else zero,
-            ])
+        gains = [
+            torch.dot(grad.reshape(-1).float(), before[name].reshape(-1).float()) if name in before else zero
             for name, grad in grads.items()
-        ]  # fmt: skip
-        return torch.cat(rows)
+        ]
+        norms = [foreach_norm([each.float() for each in tensors]) for tensors in (grads.values(), M.values())]
+        return torch.stack([torch.stack(column) for column in (*norms, gains)], dim=1).flatten()
 
     def _keep(self, plan: _Plan, grads: Grads, M: Grads, told: list[list[float]], turn: Turn) -> None:
         self.state["notes"] = plan.notes
@@ -256,9 +253,9 @@ class Selected(Codec):
         return super().merged(own) | {"inner": self.inner.merged([state["inner"] for state in states])}
 
 
-def price_of(make: Make, name: str, grad: Tensor, ranks: int) -> float:
-    """Bytes that leave each of `ranks` ranks round a ring when this layer is sent alone."""
-    stages = coded(make, {name: torch.zeros_like(grad)}, Turn(0, ranks, 0), repeats=1).nbytes
+def price_of(make: Make, name: str, grad: Tensor, ranks: int, step: int = 1) -> float:
+    """Bytes that leave each of `ranks` ranks round a ring when this layer is sent alone, at a step after the first."""
+    stages = coded(make, {name: torch.zeros_like(grad)}, Turn(0, ranks, 0), repeats=step).nbytes
     ring = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": ranks - 1, "all-to-all": (ranks - 1) / ranks}
     return sum(ring[kind] * nbytes for stage in stages for kind, nbytes in stage.items())
 

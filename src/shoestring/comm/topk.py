@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring.comm import fused
 from shoestring.comm.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Request, Turn
 from shoestring.comm.dense import flattened, spread, views
+from shoestring.comm.fused import Sum
 from shoestring.core._torch import foreach_copy_
 
 How = Literal["exact", "sampled", "mstopk"]
@@ -97,20 +99,25 @@ class Sparse(Flat):
         self.how: How = how
         self.wire: Form = wire
 
-    def select(self, M: Tensor, sizes: Sequence[int], density: float) -> Tensor:
-        """Indices of what is sent of M, whose parts have these sizes: ascending, and their number the same anywhere."""
-        select, start, found = SELECTIONS[self.how], 0, []
-        for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
-            found.append(select(M[start : start + size], entries(size, density)) + start)
-            start += size
-        return torch.cat(found)
+    def select(self, terms: Sum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
+        """What is sent of M, the sum of `terms`, whose parts have these sizes; M is in the place of `terms.g` then.
 
-    def encode(self, M: Tensor, indices: Tensor) -> tuple[list[Request], Tensor]:
-        """What travels, and the values (k,) that the others will read; these are non-finite if M is, anywhere."""
-        values = M[indices] + 0 * M.sum()
+        Returns:
+            Indices (k,), ascending, and values (k,), non-finite if M is, anywhere. k is the same on all ranks.
+        """
+        start, indices, values = 0, [], []
+        for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
+            where, what = selected(terms.part(slice(start, start + size)), entries(size, density), self.how)
+            indices.append(where + start)
+            values.append(what)
+            start += size
+        return torch.cat(indices), torch.cat(values)
+
+    def encode(self, indices: Tensor, values: Tensor, n: int) -> tuple[list[Request], Tensor]:
+        """What travels of k of n entries, and the values (k,) that the others will read."""
         coded = encode_values(values, self.wire)
         sent = values if self.wire == "fp32" else decode_values([each[None] for each in coded], self.wire, len(values))
-        return [Gather(each) for each in (encode_indices(indices[None], len(M))[0], *coded)], sent.view(-1)
+        return [Gather(each) for each in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
     def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
         """The average of what all ranks sent, in `out`."""
@@ -125,12 +132,11 @@ class TopK(Sparse):
         sizes = [grad.numel() for grad in grads.values()]
         if not sum(sizes):
             return
-        e = self.flat("residual", grads)
-        M = self.gathered(grads).add_(e)
-        indices = self.select(M, sizes, self.density)
-        requests, sent = self.encode(M, indices)
+        e, M = self.flat("residual", grads), self.gathered(grads)
+        indices, values = self.select(Sum(M, e), sizes, self.density)
+        requests, sent = self.encode(indices, values, len(M))
         answers = yield requests
-        M.index_add_(0, indices, sent, alpha=-1)
+        M[indices] = values - sent
         self.replace("residual", grads, M)
         self.spread(grads, self.decode(answers, len(indices), out=e))
 
@@ -145,6 +151,20 @@ def summed(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
     for where, what in zip(indices, values, strict=True):
         out.index_add_(0, where, what)
     return out
+
+
+def selected(terms: Sum, k: int, how: How) -> tuple[Tensor, Tensor]:
+    """Indices (k,), ascending, and values of one sum of terms: by the kernel that reads memory once, if it can be."""
+    n = len(terms)
+    if how != "mstopk" and 4 * k <= n and fused.available(terms.g.device):
+        threshold, _ = thresholds(terms.sampled(_stride(n, k)).abs(), n, k)
+        if found := fused.picked(terms, k, threshold, largest=how == "exact"):
+            return found
+        M = terms.g
+    else:
+        M = terms.built()
+    indices = SELECTIONS[how](M, k)
+    return indices, M[indices] + 0 * M.sum()
 
 
 # -- selection: indices (k,), ascending, of x (n,) ------------------------------------------------------------------
@@ -215,15 +235,25 @@ def beyond(x: Tensor, threshold: float) -> Tensor:
 
 def _candidates(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest magnitudes and a few more, from a threshold that a sample says is low enough."""
-    sample = x[:: max(1, k // RANK, len(x) // SAMPLES) | 1].abs()
-    rank = k / len(x) * len(sample)  # of the k-th magnitude of all among those of the sample
-    ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
-    hits = beyond(x, float(ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))]))
-    for threshold in (float(ordered[-1]), 0.0):
+    likely, surer = thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
+    hits = beyond(x, float(likely))
+    for threshold in (float(surer), 0.0):
         if len(hits) >= k:
             return hits
         hits = beyond(x, threshold)
     return hits if len(hits) >= k else _filled(hits, k)
+
+
+def _stride(n: int, k: int) -> int:
+    """From one entry of the sample to the next, for k of n entries; odd, as the lengths of rows hardly are."""
+    return max(1, k // RANK, n // SAMPLES) | 1
+
+
+def thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely."""
+    rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
+    ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
+    return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
 
 
 def strongest(x: Tensor, hits: Tensor, k: int) -> Tensor:

@@ -11,16 +11,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket, Store, TCPStore
+from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 """(tensors, scalar or 0-d tensor): multiply each in place, in one kernel where the device has one."""
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 # torch 2.13 gave them these names, and warns of those before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,23 +66,3 @@ def global_module_hooks() -> dict[str, int]:
     """The kinds of hooks that run on every module, with their numbers."""
     found = {name: hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")}
     return {name: len(hooks) for name, hooks in found.items() if isinstance(hooks, dict) and hooks}
-
-
-__all__ = [
-    "GradBucket",
-    "Store",
-    "TCPStore",
-    "TorchDispatchMode",
-    "all_gather_single",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul_",
-    "global_module_hooks",
-    "has_bf16_units",
-    "process_groups",
-    "rebucket",
-    "reduce_scatter_single",
-    "saved_tensor_hooks",
-    "timeout_of",
-    "tree_map_only",
-]

@@ -1,0 +1,108 @@
+"""Selection and error feedback in one pass: the same as in many, and the kernel does what torch's operations do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import fused_kernel_checks
+import pytest
+import sparse_ranks as contract
+import torch
+from sparse_ranks import RANKS, gradients
+
+from shoestring.comm import fused
+from shoestring.comm.dgc import DGC
+from shoestring.comm.fused import Sum
+from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.topk import TopK
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+VARIANTS = [
+    partial(TopK, 0.05),
+    partial(TopK, 0.05, how="sampled", wire="bf16"),
+    partial(TopK, 0.02, how="sampled", wire="int4", per_layer=True),
+    partial(DGC, 0.05, nesterov=True),
+    partial(DGC, 0.01, how="sampled", warmup=10, wire="bf16"),
+]
+
+
+@pytest.fixture
+def fusing(monkeypatch) -> list[int]:
+    """By the fused path, with what the kernel must do in its place; the numbers of entries that it took."""
+    counts = []
+
+    def take(terms: Sum, threshold: torch.Tensor, room: int) -> fused.Taken:
+        taken = fused_kernel_checks.take_by_torch(terms, threshold, room)
+        counts.append(len(taken.indices))
+        return taken
+
+    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(fused, "take", take)
+    return counts
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+def test_both_ways_select_deliver_and_owe_the_same(make, request):
+    """Over steps in which a layer's entries are all equal, or zero: no threshold is below the right number of them."""
+
+    def run() -> list[torch.Tensor]:
+        codecs, found = [make() for _ in range(RANKS)], []
+        for step in range(8):
+            grads = gradients(step)
+            for each in grads:
+                each["long"].fill_(step - 3.0)
+            rehearse(codecs, grads, step)
+            found += [each.clone() for each in grads[0].values()]
+        return [*found, *(tensor for of_kind in codecs[1].state.values() for tensor in of_kind.values())]
+
+    plain = run()
+    counts = request.getfixturevalue("fusing")
+    for one, other in zip(plain, run(), strict=True):
+        assert torch.equal(one, other)
+    assert max(counts) > 0
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+def test_the_fused_path_keeps_the_contract(make, fusing):
+    contract.assert_untouched_when_given_up(make)
+    contract.assert_exposes(make, "matrix", 39)
+    assert fusing
+
+
+@pytest.mark.parametrize("threshold", [0.0, 5.0])
+def test_a_threshold_that_lets_too_many_or_too_few_through_is_not_used(threshold, fusing):
+    g, e, _ = fused_kernel_checks.drawn(1000, "cpu")
+    M = g + e
+    assert fused.picked(Sum(g, e), 20, torch.tensor(threshold), largest=False) is None
+    assert torch.equal(g, M)
+
+
+def script(name: str, **environment: str) -> str:
+    """What a script beside this file prints."""
+    command = [sys.executable, str(Path(__file__).with_name(name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_triton
+def test_the_kernel_interpreted():
+    assert script("fused_kernel_checks.py", TRITON_INTERPRET="1") == "as it must be\n"
+
+
+@needs_triton
+def test_the_kernel_compiles(tmp_path):
+    assert script("fused_kernel_compiles.py", TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_kernel_on_a_gpu():
+    fused_kernel_checks.main("cuda")
