@@ -1,14 +1,18 @@
-"""Four hosts, one of which is lost with its memory and replaced: what the run goes on from, and how fast that is read."""
+"""Four hosts, one of which is lost with its memory and replaced."""
 
 from __future__ import annotations
 
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from benchmarks.restart import RENDEZVOUS, Trial, environment
-from shoestring.testing.netlab import SHARED, Job, Lab
+from shoestring.checkpoint import peers
+from shoestring.testing.netlab import SHARED, Job, Lab, netlab, netlab_available
 
 HOSTS = 4
 STEPS = 24
@@ -74,6 +78,49 @@ def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str)
 
 
 def resumed(job: Job) -> list[tuple[int, int]]:
-    """(the step gone on from, steps repeated) of each restart, as the first host says."""
-    found = re.findall(r"resumed from step (\d+)(?:; (\d+) step)?", job.output(0))
-    return [(int(step), int(again or 0)) for step, again in found]
+    """(the step gone on from, steps repeated) of each restart, as the host says that is the first then."""
+    said = "".join(job.output(host) for host in range(HOSTS))
+    return [
+        (int(step), int(again or 0)) for step, again in re.findall(r"resumed from step (\d+)(?:; (\d+) step)?", said)
+    ]
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bars."""
+
+    def lost(_: Deadline, how: str) -> Measured | NotRun:
+        if reason := netlab_available():
+            return NotRun(reason)
+        with TemporaryDirectory() as place:
+            fleet = Fleet.made(Path(place))
+            expected = fleet.local("local", "--checkpoint.tiered.memory", f"{place}/memory", workers=HOSTS)
+            worst, equal = 0, 0
+            for host in range(HOSTS):
+                with netlab(hosts=HOSTS, rate="1gbit", shared=fleet.shared) as lab:
+                    job = lose(lab, fleet, f"{how}-{host}", 10, host, "--checkpoint.tiered.peers", how)
+                    told = resumed(job)
+                equal += fleet.losses(f"{how}-{host}") == expected
+                worst = max(worst, *(again for _, again in told))
+        return Measured(
+            equal / HOSTS, f"each of {HOSTS} hosts lost once; at most {worst} steps of an interval of 4 again"
+        )
+
+    def storage(_: Deadline) -> Measured:
+        of = peers.ParitySet((0, 1, 2, 3), (1 << 30,) * 4)
+        return Measured(1 + of.segment / of.lengths[0], "bytes of a rank's part and of the parity that it keeps")
+
+    what = "a host of four is lost with its memory and disk, and replaced, under FSDP without saves to disk; "
+    bars = [
+        Bar(
+            f"checkpoint.host-{how}",
+            f"{what}{words}: share of the hosts after whose loss all losses are those of four local ranks, bit for bit",
+            ">=",
+            1.0,
+            partial(lost, how=how),
+        )
+        for how, words in (("copy", "copies on partners"), ("parity", "parity over the four"))
+    ]
+    return [
+        *bars,
+        Bar("checkpoint.parity-storage", "memory under parity over four hosts, times the state", "<=", 1.34, storage),
+    ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoint.trainee import Story, Task, began, finished, fresh, run, safe
+from benchmarks.harness import Bar, Deadline, Measured
 
 MOST_STARTS = 40
 
@@ -88,3 +92,54 @@ def compared(task: Task, expected: Story, what: str) -> list[str]:
 def forgotten(folder: Path) -> list[Path]:
     """What a run that has ended left in memory."""
     return [path for path in (folder / "memory").rglob("*") if path.is_file()]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+KILLS, BATCH = 2000, 25
+
+
+def many(cache: Path | None, kills: int, deadline: Deadline) -> Measured:
+    """Random kills in batches, each of a seed of its own; what was done is kept in the cache."""
+    path = (cache / "kills.json") if cache else None
+    kept = json.loads(path.read_text()) if path and path.exists() else {"kills": 0, "batches": 0, "wrong": []}
+    while kept["kills"] < kills:
+        deadline.check()
+        draw = random.Random(kept["batches"])
+        under = ("ddp", "fsdp")[kept["batches"] % 2]
+        with TemporaryDirectory() as folder:
+            task = Task(folder=str(Path(folder) / "task"), under=under)
+            outcome = at_random(task, BATCH, 2.0, undisturbed(task), draw)
+        kept = {
+            "kills": kept["kills"] + outcome.kills,
+            "batches": kept["batches"] + 1,
+            "wrong": [*kept["wrong"], *outcome.wrong],
+        }
+        if path:
+            path.write_text(json.dumps(kept))
+    return Measured(float(len(kept["wrong"])), f"{kept['kills']} kills; {'; '.join(kept['wrong'][:3])}".rstrip("; "))
+
+
+def everywhere(_: Deadline) -> Measured:
+    """A kill at each named point, on either rank, under both ways of sharing the state."""
+    wrong: list[str] = []
+    kills, points = 0, set[str]()
+    for under in ("ddp", "fsdp"):
+        with TemporaryDirectory() as folder:
+            task = Task(folder=str(Path(folder) / "task"), under=under)
+            expected = undisturbed(task)
+            outcome = at_points(task, sorted(expected.points), expected, random.Random(under))
+        wrong, kills, points = [*wrong, *outcome.wrong], kills + outcome.kills, points | expected.points
+    return Measured(float(len(wrong)), f"{kills} kills at {len(points)} points; {'; '.join(wrong[:3])}".rstrip("; "))
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bars."""
+    said = (
+        "SIGKILL {where}: runs of two ranks that loaded something torn, went on from before what was said to be safe, "
+        "or ended with other bits than the run that was not killed"
+    )
+    return [
+        Bar("checkpoint.kills", said.format(where="at 2,000 random moments"), "<=", 0, partial(many, cache, KILLS)),
+        Bar("checkpoint.kills-at-points", said.format(where="at every named point (40 at least)"), "<=", 0, everywhere),
+    ]

@@ -11,6 +11,7 @@ import re
 import threading
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from benchmarks.checkpoint.trainee import PATIENCE, fresh
+from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.part import CHUNK
 from shoestring.core.job import Job, compose
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
@@ -177,3 +180,43 @@ def extra_memory(folder: Path, before: int, after: int, rows: int) -> tuple[int,
     loaded = launch({**base, "what": "load", "ranks": after, "of": [before]})
     shard = 3 * 4 * 64 * -(-rows // after)
     return max(found[str(before)][2] for found in loaded), shard
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bars."""
+
+    def all_pairs(deadline: Deadline) -> Measured:
+        found: dict[str, bool] = {}
+        with TemporaryDirectory() as folder:
+            for disk in (True, False):
+                deadline.check()
+                place = "disk" if disk else "memory"
+                equal = pairs(Path(folder) / "saves", range(1, MOST + 1), disk=disk)
+                found |= {f"{before} to {after} from {place}": good for (before, after), good in equal.items()}
+        bad = [pair for pair, good in found.items() if not good]
+        return Measured(1 - len(bad) / len(found), f"{len(found)} pairs{'; not: ' * bool(bad)}{', '.join(bad[:5])}")
+
+    def memory(deadline: Deadline) -> Measured:
+        with TemporaryDirectory() as folder:
+            most = [extra_memory(Path(folder) / "saves", before, after, 120_000) for before, after in ((2, 3), (3, 2))]
+        told = ", ".join(f"{extra / 1e6:.1f} MB for a shard of {shard / 1e6:.1f} MB" for extra, shard in most)
+        return Measured(max(extra / (shard + CHUNK) for extra, shard in most), told)
+
+    return [
+        Bar(
+            "checkpoint.reshard",
+            "state under FSDP with uneven shapes, saved by 1 to 8 ranks and loaded by 1 to 8, from memory and disk: "
+            "share of pairs in which all of it is equal bit for bit",
+            ">=",
+            1.0,
+            all_pairs,
+        ),
+        Bar(
+            "checkpoint.reshard-memory",
+            "private memory at the peak of loading under another number of ranks beyond what is left after it, over a "
+            "shard and a chunk",
+            "<=",
+            1.0,
+            memory,
+        ),
+    ]

@@ -10,7 +10,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -184,7 +184,7 @@ def context() -> ForkServerContext:
     return found
 
 
-def start(task: Task) -> list[BaseProcess]:
+def start(task: Task) -> Sequence[BaseProcess]:
     server = context()
     ranks = [server.Process(target=work, args=(json.dumps(asdict(task)), rank)) for rank in range(task.ranks)]
     for rank in ranks:
@@ -193,7 +193,7 @@ def start(task: Task) -> list[BaseProcess]:
 
 
 @contextmanager
-def started(task: Task) -> Iterator[list[BaseProcess]]:
+def started(task: Task) -> Iterator[Sequence[BaseProcess]]:
     """The ranks of a task; whoever is left at the end is killed."""
     ranks = start(task)
     try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.checkpoint_waste import (
+from benchmarks.checkpoint.waste import (
     HOUR,
     Choice,
     Failures,

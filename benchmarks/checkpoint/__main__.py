@@ -1,0 +1,31 @@
+"""The command line of checkpoint's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.checkpoint import damage, faults, hosts, kills, power, reshard, stall, waste
+from benchmarks.harness import Bar, main
+from benchmarks.machine import ROOT
+
+
+def rows(cache: Path) -> list[Bar]:
+    """Every bar of the area."""
+    parts = [module.rows(cache) for module in (kills, damage, power, faults, hosts, reshard, stall)]
+    return [bar for part in (*parts, waste.rows()) for bar in part]
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and where long rows keep what they have done."""
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--cache", type=Path, default=ROOT / ".cache" / "checkpoint")
+    known, rest = flags.parse_known_args(argv)
+    known.cache.mkdir(parents=True, exist_ok=True)
+    return main("checkpoint", lambda: rows(known.cache), rest)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""How long a save stops training for, against the time that a copy of the same bytes takes."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from benchmarks.checkpoint.trainee import fresh
+from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.staging import Pairs
+from shoestring.core._torch import foreach_copy_
+from shoestring.core.job import Job, compose
+from shoestring.core.world import World
+
+WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state
+
+
+def job_of(folder: Path, *, overlap: bool) -> Job:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    settings = {"memory_every": 3, "peers_every": 0, "disk_every": 0, "overlap": overlap}
+    tiered = Tiered(folder=str(folder / "saves"), memory=str(folder / "memory"), **settings)  # pyright: ignore
+    optimizer = partial(AdamW, lr=1e-4, fused=True)
+    return compose(Job(model, loss=_loss, optimizer=optimizer, world=World()), [tiered])
+
+
+def _loss(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return output.square().sum(), torch.tensor(output.numel())
+
+
+def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str, float]:
+    """Medians over saves: {"stall", "copy"} in seconds, alternating in one run, and the "bytes" of both.
+
+    `folder` should be in memory, as slots are. The copy is of as many tensors of the same sizes, between places that
+    were used before.
+    """
+    stalls, copies = [], []
+    with job_of(fresh(folder), overlap=overlap) as job:
+        batch = (torch.randn(64, WIDTH),)
+        tensors = [p.detach() for p in job.module.parameters() for _ in range(3)]
+        pairs: Pairs = [(torch.empty_like(tensor), tensor.clone()) for tensor in tensors]
+        for _ in range(9):  # each slot is filled once, and its pages are there
+            job.step(batch)
+        for _ in range(saves):
+            stall, copied = job.trace.facts["checkpoint_stall"], job.trace.facts["checkpoint_bytes"]
+            for _ in range(3):
+                job.step(batch)
+            time.sleep(0.05)
+            began = time.perf_counter()
+            foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            copies.append(time.perf_counter() - began)
+            if job.trace.facts["checkpoint_bytes"] > copied:
+                stalls.append(job.trace.facts["checkpoint_stall"] - stall)
+        nbytes = float(sum(tensor.nbytes for tensor in tensors))
+    return {"stall": median(stalls), "copy": median(copies), "bytes": nbytes, "saves": float(len(stalls))}
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bars."""
+
+    def stall(_: Deadline, *, overlap: bool) -> Measured:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            found = measured(Path(folder) / "stall", overlap=overlap)
+        told = (
+            f"medians of {found['saves']:.0f} saves of {found['bytes'] / 1e6:.0f} MB: stopped for "
+            f"{1e3 * found['stall']:.1f} ms, copies of as much take {1e3 * found['copy']:.1f} ms"
+        )
+        return Measured(found["stall"] / found["copy"], told)
+
+    what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
+    return [
+        Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
+        Bar("checkpoint.stall-plain", f"{what}; copied at once", "<=", 1.25, partial(stall, overlap=False)),
+    ]
