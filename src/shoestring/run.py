@@ -97,7 +97,7 @@ class Run:
         return tomli_w.dumps(self.document)
 
     def completed(self, world: World) -> Run:
-        """The run with the default owner of each seam that nobody owns: DDP, AdamW, a plain save."""
+        """The run with the default owner of each seam that nobody owns: DDP, AdamW, the checkpoint cache."""
         areas = {feature.name.split(".")[0] for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
         resolved = [feature.resolve(world) for feature in self.features]
@@ -110,7 +110,7 @@ class Run:
         if Seam.OPTIM not in owned:
             missing.append(technique("optim", "adamw")())
         if "checkpoint" not in areas:
-            missing.append(technique("checkpoint", "plain")())
+            missing.append(technique("checkpoint", "tiered")())
         features = sorted((*self.features, *missing), key=lambda feature: AREAS.index(feature.name.split(".")[0]))
         return replace(self, features=tuple(features))
 

@@ -121,9 +121,9 @@ class Attached:
     def step(self, *, last: bool = False) -> None:
         """Count a step, and save where that is due; everything and at once if it is the `last`."""
         self.progress.step += 1
+        self.engine.capture(last)
         if not self._hooks:  # nobody says when the optimizer will change what is being copied
             self.engine.wait()
-        self.engine.capture(last)
 
     def close(self) -> None:
         for remove in self._hooks:

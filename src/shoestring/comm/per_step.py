@@ -56,6 +56,8 @@ class PowerSGD(Exchange):
     """One half of the iteration a step: half the bytes and one round trip, with a basis that is one step old."""
     wire: Literal["fp32", "bf16"] = "fp32"
     """What the two factors travel as."""
+    start: int = 0
+    """Steps at the beginning that send gradients whole: Adam's averages begin with all there is."""
     seed: int = 0
     """Of the first basis."""
 
@@ -65,6 +67,8 @@ class PowerSGD(Exchange):
         super().check(job)
         if self.rank < 1:
             raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
+        if self.start < 0:
+            raise ConfigError(f"`{self.name}.start` must not be negative, got {self.start}")
 
     def codec(self) -> Codec:
         import torch
@@ -72,7 +76,7 @@ class PowerSGD(Exchange):
         from shoestring.comm.powersgd import PowerSGD
 
         dtype = torch.bfloat16 if self.wire == "bf16" else torch.float32
-        return PowerSGD(self.rank, alternate=self.alternate, dtype=dtype, seed=self.seed)
+        return PowerSGD(self.rank, alternate=self.alternate, dtype=dtype, start=self.start, seed=self.seed)
 
     @property
     def cost(self) -> str:

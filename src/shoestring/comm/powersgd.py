@@ -46,6 +46,7 @@ class PowerSGD(Codec):
     Args:
         dtype: of P and Q on the wire.
         least: the least ratio of sizes for which a matrix is compressed.
+        start: steps at the beginning that send everything whole.
     """
 
     shared = frozenset({"Qt", "P"})
@@ -58,14 +59,17 @@ class PowerSGD(Codec):
         alternate: bool = False,
         dtype: torch.dtype = torch.float32,
         least: float = 2.0,
+        start: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.rank, self.alternate, self.dtype, self.least, self.seed = rank, alternate, dtype, least, seed
+        self.start = start
         self.stages = 1 if alternate else 2
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
-        low = {name: grad.view(len(grad), -1) for name, grad in grads.items() if self._pays(grad)}
+        paying = [name for name, grad in grads.items() if turn.step >= self.start and self._pays(grad)]
+        low = {name: grads[name].view(len(grads[name]), -1) for name in paying}
         whole = [grad for name, grad in grads.items() if name not in low]
         matrices = [self._matrix(name, grad) for name, grad in low.items()]
         if not matrices:

@@ -1,0 +1,54 @@
+"""The checkpoint cache in somebody else's program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoestring import checkpoint
+
+SCRIPT = Path(__file__).parent / "foreign.py"
+
+
+def ends(folder, die_at):
+    """What each rank says at the end: where it began, its loader, learning rate, weights, next random number."""
+    folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    local = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, *local, "--monitor-interval", "0.1", str(SCRIPT), str(folder), "12", str(die_at)]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [(folder / f"end-{rank}").read_text().split() for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_a_foreign_script_that_dies_goes_on_bitwise(tmp_path):
+    through, struck = ends(tmp_path / "through", -1), ends(tmp_path / "struck", 9)
+    assert [end[0] for end in through] == ["0", "0"] and struck[0][0] == struck[1][0] != "0"
+    assert int(struck[0][0]) >= 6  # saved every other step, to memory
+    assert [end[1:] for end in struck] == [end[1:] for end in through]
+
+
+def test_one_process_and_no_optimizer_hook(tmp_path):
+    """State without an optimizer that could be watched: the copy is waited for at once."""
+    model = nn.Linear(3, 3)
+    nn.init.zeros_(model.weight)
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=1)
+    with checkpoint.attach({"model": model}, settings=settings) as saves:
+        assert saves.restore() == 0
+        for _ in range(4):
+            with torch.no_grad():
+                model.weight += 1
+            saves.step()
+        saves.engine.drain()
+    other = nn.Linear(3, 3)
+    with checkpoint.attach({"model": other}, settings=settings) as saves:
+        step = saves.restore()  # not always 4: a step that comes while the one before is being sealed is left out
+        assert step >= 1 and torch.equal(other.weight, torch.full((3, 3), float(step)))
+        saves.step(last=True)
+    assert not list((tmp_path / "memory").rglob("*.seal"))
