@@ -12,33 +12,22 @@ import logging
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.disk import MANIFEST, checked
 from shoestring.checkpoint.generation import Record
 from shoestring.checkpoint.part import Part, mapped
 from shoestring.checkpoint.peers import sets
-from shoestring.checkpoint.resume import resume
 from shoestring.checkpoint.slots import SEAL, sealed
-from shoestring.checkpoint.tiered import Engine
-from shoestring.checkpoint.tree import encode
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Kept
-from shoestring.core.kept import Progress
-from shoestring.core.world import World
 from shoestring.testing.pool import Pool
 
 CORRUPTIONS = 10_000
@@ -48,33 +37,6 @@ BATCH = 100  # corruptions of one call of the ranks
 LOSSES = ("nothing", "nothing", "one host's memory", "all memory")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A run whose saves are damaged."""
-
-    folder: str
-    ranks: int = 2
-    local: int = 1
-    """Ranks of a host."""
-    peers: str = "copy"
-    shared: bool = True
-    """Whether the hosts have one disk."""
-
-    @property
-    def place(self) -> Path:
-        return Path(self.folder)
-
-    @property
-    def hosts(self) -> int:
-        return self.ranks // self.local
-
-    def disk(self, host: int) -> Path:
-        return self.place / "now" / ("saves" if self.shared else f"host-{host}") / "steps"
-
-    def memory(self, host: int) -> Path:
-        return self.place / "now" / f"memory-{host}"
-
-
 SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"ranks": 2},
     {"ranks": 4, "peers": "parity"},
@@ -82,111 +44,6 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"ranks": 3, "shared": False},
     {"ranks": 1},
 )
-
-
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Known:
-    """State that is a function of the step."""
-
-    make: Callable[[int], dict[str, Any]]
-    content: dict[str, Any] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.content
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.content = state_dict
-
-
-def common(mesh: DeviceMesh, step: int) -> dict[str, Any]:
-    """What all ranks hold alike, and a tensor that they hold in uneven shards."""
-    draw = torch.Generator().manual_seed(step)
-    whole = torch.randn(4 * mesh.size() + 1, 300, generator=draw, dtype=torch.float64)
-    mine = whole.tensor_split([-(-len(whole) // mesh.size()) * (r + 1) for r in range(mesh.size() - 1)])
-    local = mine[mesh.get_local_rank()].contiguous()
-    return {
-        "weight": torch.randn(61, 129, generator=draw),
-        "half": torch.randn(701, generator=draw).bfloat16(),
-        "sharded": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
-        "none": torch.empty(0, 3),
-        "words": ["step", step, None, (True, 0.5)],
-    }
-
-
-def private(rank: int, step: int) -> dict[str, Any]:
-    """What a rank has for itself."""
-    draw = torch.Generator().manual_seed(1000 * rank + step)
-    return {"bytes": torch.randint(256, (9000 + 977 * rank,), dtype=torch.uint8, generator=draw), "rank": rank}
-
-
-@dataclass
-class Trainee:
-    """A rank: what it keeps, and its part in saving."""
-
-    setting: Setting
-    progress: Progress
-    states: dict[str, Known]
-    engine: Engine
-
-    @classmethod
-    def of(cls, setting: Setting) -> Trainee:
-        """A collective."""
-        rank = dist.get_rank()
-        world = World(rank, setting.ranks, rank % setting.local, setting.local)
-        mesh = DeviceMesh("cpu", list(range(setting.ranks)))
-        states = {"model": Known(partial(common, mesh)), "mine": Known(partial(private, rank))}
-        host, progress = rank // setting.local, Progress()
-        kept = {
-            "model": Kept(states["model"], "shard", None),
-            "mine": Kept(states["mine"], "own", None),
-            "progress": Kept(progress, "same", None),
-        }
-        settings = Tiered(
-            memory_every=1, peers_every=2, disk_every=4, folder=str(setting.disk(host)),
-            memory=str(setting.memory(host)), peers=setting.peers,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
-        engine = Engine(kept, progress, world, settings, slots_folder(settings, world), set)
-        return cls(setting, progress, states, engine)
-
-    def at(self, step: int) -> None:
-        self.progress.step = step
-        for state in self.states.values():
-            state.content = state.make(step)
-
-    def train(self) -> None:
-        """Save the states of all steps, each as far as it goes."""
-        for step in range(1, STEPS + 1):
-            self.at(step)
-            self.engine.wait()
-            self.engine.capture(False)
-            self.engine.drain()
-
-    def restored(self) -> tuple[int | None, str]:
-        """Restore; the step that was claimed and what is wrong with what was loaded, or why nothing was."""
-        self.at(0)
-        try:
-            step = resume(self.engine, "auto")
-        except CheckpointError as error:
-            return None, "" if "damaged or incomplete" in str(error) else str(error)
-        if step is None:
-            return None, "" if self.progress.step == 0 else "nothing was found, yet something loaded"
-        good = self.progress.step == step and all(same(s.content, s.make(step)) for s in self.states.values())
-        return step, "" if good else f"not the state of step {step}"
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are equal, bit for bit."""
-    leaves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    trees = [encode(state, "", found) for state, found in zip((one, other), leaves, strict=True)]
-    return trees[0] == trees[1] and all(_bits(leaf) == _bits(leaves[1][path]) for path, leaf in leaves[0].items())
-
-
-def _bits(leaf: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    return leaf.dtype, leaf.shape, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 # -- what is left, by a model of its own ------------------------------------------------------------------------------
@@ -316,8 +173,9 @@ def _swapped(alike: Callable[[Place, str, Place, str], bool]) -> Damage:
         if not (targets := _targets(there)):
             return None
         place, name = draw.choice(targets)
-        others = [(p, n) for p, n in targets if alike(place, name, p, n) and p.parts[n] != place.parts[name]]
-        return _exchange(place.parts[name], (lambda p, n: p.parts[n])(*draw.choice(others))) if others else None
+        one = place.parts[name]
+        others = [p.parts[n] for p, n in targets if alike(place, name, p, n) and p.parts[n] != one]
+        return _exchange(one, draw.choice(others)) if others else None
 
     return damage
 
@@ -389,15 +247,17 @@ def found(path: Path, there: Sequence[Place]) -> bool:
     try:
         if not place.memory:
             checked(place.record.parent, Record.read(place.record))
-        elif (record := sealed(place.record)) is not None:
-            for entry in record.parts.values():
-                file = place.record.parent / entry.file
-                if not file.is_file() or file.stat().st_size < entry.nbytes:
-                    return True
-                Part(str(file), mapped(file, entry.nbytes), entry.sums).verify()
-        return place.memory and record is None
+            return False
+        if (record := sealed(place.record)) is None:
+            return True
+        for entry in record.parts.values():
+            file = place.record.parent / entry.file
+            if not file.is_file() or file.stat().st_size < entry.nbytes:
+                return True
+            Part(str(file), mapped(file, entry.nbytes), entry.sums).verify()
     except CheckpointError:
         return True
+    return False
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -405,7 +265,7 @@ def found(path: Path, there: Sequence[Place]) -> bool:
 
 def prepare(setting: Setting, trainee: Trainee) -> None:
     """Train, and keep what was left; files in memory are cut to what is in them, for they are copied very often."""
-    trainee.train()
+    trainee.train(STEPS)
     dist.barrier()
     if dist.get_rank() == 0:
         for place in places(setting):
@@ -428,7 +288,7 @@ def strike(setting: Setting, seed: str) -> tuple[str, int | None, list[str]]:
         shutil.rmtree(setting.memory(host))
     left, hurt, told = [place for place in there if place.record.exists()], set[Path](), []
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        struck, whole = None, [place for place in left if not hurt & {place.record, *place.parts.values()}]
+        struck, name, whole = None, "", [place for place in left if not hurt & {place.record, *place.parts.values()}]
         while struck is None and whole:
             name = draw.choice(list(DAMAGES))
             struck = DAMAGES[name](whole, draw)
@@ -460,12 +320,13 @@ def trials(setting: Mapping[str, Any], first: int, count: int) -> list[str]:
     return wrong
 
 
-def corrupted(setting: Setting, count: int, first: int = 0) -> Iterator[tuple[int, list[str]]]:
-    """Trials of one setting in ranks of their own; after each batch the number of those done, and what was wrong."""
-    with Pool(setting.ranks, timeout=600) as pool:
-        for start in range(first, count, BATCH):
-            size = min(BATCH, count - start)
-            yield start + size, pool.call(trials, setting=asdict(setting), first=start, count=size)[0]
+def corrupted(
+    setting: Setting, count: int, first: int = 0, *, pool: Pool, scenario: Callable[..., list[str]] = trials
+) -> Iterator[tuple[int, list[str]]]:
+    """Trials of one setting; after each batch the number of those done, and what was wrong."""
+    for start in range(first, count, BATCH):
+        size = min(BATCH, count - start)
+        yield start + size, pool.call(scenario, setting=asdict(setting), first=start, count=size)[0]
 
 
 # -- bars -------------------------------------------------------------------------------------------------------------
@@ -479,12 +340,13 @@ def everything(cache: Path | None, total: int, deadline: Deadline) -> Measured:
         for number, chosen in enumerate(SETTINGS):
             setting = Setting(folder=str(Path(aside) / str(number)), **chosen)
             share = total // len(SETTINGS) + (number < total % len(SETTINGS))
-            for count, wrong in corrupted(setting, share, done["done"].get(str(number), 0)):
-                done["done"][str(number)] = count
-                done["wrong"] += wrong
-                notes.parent.mkdir(parents=True, exist_ok=True)
-                notes.write_text(json.dumps(done))
-                deadline.check()
+            with Pool(setting.ranks, timeout=600) as pool:
+                for count, wrong in corrupted(setting, share, done["done"].get(str(number), 0), pool=pool):
+                    done["done"][str(number)] = count
+                    done["wrong"] += wrong
+                    notes.parent.mkdir(parents=True, exist_ok=True)
+                    notes.write_text(json.dumps(done))
+                    deadline.check()
     count, wrong = sum(done["done"].values()), done["wrong"]
     return Measured((count - len(wrong)) / count, f"{count} corruptions{'; ' if wrong else ''}{'; '.join(wrong[:3])}")
 

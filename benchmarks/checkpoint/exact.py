@@ -110,7 +110,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
         return Measured(1 - len(wrong) / len(CODECS), f"{len(CODECS)} ways to exchange; {told}".rstrip("; "))
 
     what = (
-        "100 steps of two ranks with dropout, two loader workers, two micro-batches and each codec's residual, killed at "
+        "100 steps of two ranks with dropout, two loader workers, two micro-batches and each codec's residual, left at "
         "step 57 and resumed from memory: share of codecs with which losses and state are equal bit for bit"
     )
     return [Bar("checkpoint.exact", what, ">=", 1.0, measure)]

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.damage import PAGE, Known
+from benchmarks.checkpoint.damage import PAGE
+from benchmarks.checkpoint.known import Known
 from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
@@ -131,7 +132,11 @@ def recorded(folder: Path, ranks: int, saves: int = SAVES) -> Story:
     else:
         with Pool(ranks) as pool:
             every = pool.call(told, folder=str(folder), ranks=ranks, saves=saves)
-    acts = [Act(*one[:4], bytes.fromhex(one[4]), one[5]) for each in every for one in each["acts"]]
+    acts = [
+        Act(at, name, path, target, bytes.fromhex(data), start)
+        for each in every
+        for at, name, path, target, data, start in each["acts"]
+    ]
     files = {int(step): {n: bytes.fromhex(d) for n, d in f.items()} for step, f in every[0]["files"].items()}
     return Story(sorted(acts, key=lambda act: act.at), files)
 
@@ -309,22 +314,14 @@ def _drawn(draw: random.Random, whole: set[int], index: int) -> bool:
 # -- checking ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How many different states were looked at, and what was wrong, one line each."""
-
-    states: int
-    wrong: tuple[str, ...]
-
-
-def replayed(story: Story, folder: Path, subsets: int = SUBSETS, restore: bool = False) -> Verdict:
-    """Look at every state that a crash could leave.
+def replayed(story: Story, folder: Path, subsets: int = SUBSETS, restore: bool = False) -> Iterator[list[str]]:
+    """Of each different state that a crash could leave, what is wrong with it, one line each.
 
     Args:
         folder: where the states are put.
         restore: whether one rank restores each of them, besides what is found in it being compared.
     """
-    model, wrong, seen = Model.of(story.acts), [], set[tuple[Any, int]]()
+    model, seen = Model.of(story.acts), set[tuple[Any, int]]()
     restorer = engine_of(folder / "disk", 0, 1, Files()) if restore else None
     for done in range(len(story.acts) + 1):
         committed = max((int(act.path) for act in story.acts[:done] if act.name == COMMITTED), default=0)
@@ -334,10 +331,9 @@ def replayed(story: Story, folder: Path, subsets: int = SUBSETS, restore: bool =
                 seen.add(key)
                 put(folder / "disk", state)
                 where = f"after {done} acts, the last {story.acts[done - 1].point if done else 'none'}"
-                wrong += [f"{where}: {each}" for each in judged(story, folder / "disk", committed, restorer)]
+                yield [f"{where}: {each}" for each in judged(story, folder / "disk", committed, restorer)]
     if restorer:
         restorer[0].close()
-    return Verdict(len(seen), tuple(wrong))
 
 
 def put(folder: Path, files: Mapping[str, bytes | None]) -> None:
@@ -352,7 +348,7 @@ def put(folder: Path, files: Mapping[str, bytes | None]) -> None:
 
 
 def judged(story: Story, disk: Path, committed: int, restorer: tuple[Engine, Known, Progress] | None) -> Iterator[str]:
-    """What is wrong with what can be found on a disk, if `committed` is the newest step whose save was said to be safe."""
+    """What is wrong with a disk, if `committed` is the newest step whose save was said to be safe."""
     saves, newest = disk / "run" / "saves", 0
     for path, record in manifests(saves):
         step = record.generation.step
@@ -393,8 +389,8 @@ def rows(cache: Path | None = None) -> list[Bar]:
             deadline.check()
             with TemporaryDirectory() as folder:
                 story = recorded(Path(folder) / "story", ranks)
-                verdict = replayed(story, Path(folder) / "states", restore=ranks == 1)
-            states, wrong = states + verdict.states, wrong + list(verdict.wrong)
+                found = list(replayed(story, Path(folder) / "states", restore=ranks == 1))
+            states, wrong = states + len(found), wrong + [line for lines in found for line in lines]
         return Measured(float(len(wrong)), f"{states} different states{'; ' if wrong else ''}{'; '.join(wrong[:3])}")
 
     what = (

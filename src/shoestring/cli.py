@@ -16,6 +16,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
+from shoestring.saves import Checkpoint
 
 Workers = int | Literal["auto"]
 
@@ -229,7 +230,7 @@ class Lab:
 
 
 VERBS = {"train": Train, "check": Check, "plan": Plan, "generate": Generate, "probe": Probe, "compare": Compare}
-VERBS |= {"report": Report, "lab": Lab}
+VERBS |= {"report": Report, "lab": Lab, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ read by `pickles.inert`, and only what a tensor's bytes and plain data need is t
 from __future__ import annotations
 
 import io
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -48,7 +50,12 @@ def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
     planner = _Pieces()
     states = {name: _replaced(saved.state(name), planner.stored) for name in names}
     writer = FileSystemWriter(folder, overwrite=False)
-    save(states, storage_writer=writer, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        try:
+            save(states, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's wrapping of what went wrong on each rank, which is one here
+            raise error.failures[0][0] from None
 
 
 def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
@@ -153,7 +160,8 @@ Place = tuple[str, int, int]  # file, offset and bytes in it
 
 def _key(index: Any) -> Key:
     found = _state(index, f"{_OF_DCP}MetadataIndex")
-    return found["fqn"], None if found["offset"] is None else _size(found["offset"])
+    offset = found.get("offset")  # where there is none, it is left to the class
+    return found["fqn"], None if offset is None else _size(offset)
 
 
 def _place(info: Any) -> Place:

@@ -50,7 +50,11 @@ class Disk:
         return entries
 
     def commit(self, record: Record) -> None:
-        """Make what was written valid: the manifest last, then the folder's name."""
+        """Make what was written valid: the manifest last, then the folder's name.
+
+        Raises:
+            OSError: as `Files.write`; what has its final name by then may be found, and is whole.
+        """
         aside, final = self.aside(record.generation), self.folder / record.generation.name
         self.files.replace(aside / MANIFEST, record.dumps())
         self.files.rename(aside, final)
@@ -58,6 +62,8 @@ class Disk:
         self._root()
         with suppress(OSError):
             self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
+        with suppress(OSError):
+            self.clean()
 
     def _root(self) -> None:
         """Make the folders above durable, once, whoever made them: without them all is lost with the power."""
@@ -80,9 +86,11 @@ class Disk:
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove what saves that were cut short have left."""
+        """Remove what saves that were cut short have left; for when no other one is under way."""
         for path in self.folder.glob(".step-*.tmp"):
             self.files.remove(path)
+        for path in (*self.folder.glob(f".{LATEST}.*.tmp"), *self.folder.glob(".shared-*")):
+            self.files.unlink(path)
         for path in self.folder.glob("step-*"):
             if path.is_dir() and not (path / MANIFEST).exists():
                 self.files.remove(path)

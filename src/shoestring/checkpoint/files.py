@@ -82,8 +82,8 @@ class Files:
 
     def sync(self, folder: Path) -> None:
         """Make a folder's entries durable."""
-        self.before("sync folder", folder)
         with naming(folder):
+            self.before("sync folder", folder)
             sync_folder(folder)
 
     def unlink(self, path: Path) -> None:

@@ -175,6 +175,8 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
     """(leaf, row) before which the bytes in a row are cut, at or after `byte`."""
     if last:
         return len(leaves), 0
+    if not byte:  # what has no elements may come first
+        return 0, 0
     index = bisect_left(ends, byte + 1)
     leaf = leaves[index]
     row = -(-(byte - (ends[index] - leaf.nbytes)) * leaf.row_count // leaf.nbytes)

@@ -58,9 +58,12 @@ class Slot:
         self.lacking = self._no_room
 
     def resume(self, generation: Generation | None) -> None:
-        """Keep what is in the slot if it is of this generation, and break its seal if not."""
+        """Keep what is in the slot if it is of this generation or before, and break its seal if not.
+
+        An earlier one may be what the peers have, too, and so all there is when a host is lost before the next save.
+        """
         found = sealed(self.seal_path)
-        if found is not None and found.generation == generation:
+        if found is not None and generation is not None and found.generation <= generation:
             self.generation = found.generation
         else:
             self.begin()

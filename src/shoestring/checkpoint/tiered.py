@@ -66,6 +66,7 @@ class Engine:
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
+        self._lasts = True  # and whether that outlives the process
         self.safe = dict.fromkeys((MEMORY, PEERS, DISK), 0)
         """The newest step that is safe at each level, on all ranks."""
         self._left = {MEMORY: "", PEERS: "", DISK: ""}  # why a level is off
@@ -80,7 +81,8 @@ class Engine:
         self._sealed = self._staged = restored.step if restored else 0
         for slot in (*self.own, *self.held):
             slot.resume(restored)
-        self._pinned = next((slot for slot in self.own if slot.generation), None)
+        held = max((slot.generation for slot in self.held if slot.generation), default=None)
+        self._pinned = next((slot for slot in self.own if slot.generation and slot.generation == held), None)
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -119,7 +121,13 @@ class Engine:
         """What the ranks decide by; the least of each counts."""
         free = self._slot() is not None
         idle = self._keeping is None or self._keeping.done()
-        return [float(self._sealed), float(free), float(idle), *(-each for each in self.schedule.costs())]
+        return [
+            float(self._sealed),
+            float(self._lasts),
+            float(free),
+            float(idle),
+            *(-each for each in self.schedule.costs()),
+        ]
 
     def _slot(self) -> Slot | None:
         """The own slot to fill next; None while all are in use.
@@ -139,9 +147,9 @@ class Engine:
     def _decide(self, step: int, due: set[str]) -> None:
         """Stage a generation, unless that would overwrite the newest that all ranks have sealed."""
         pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
-        sealed, free, idle, *costs = pulse.wait()
+        sealed, lasts, free, idle, *costs = pulse.wait()
         self.schedule.agreed([-cost for cost in costs], step)
-        self.safe[MEMORY] = int(sealed)
+        self.safe[MEMORY] = int(sealed) if lasts else 0
         slot = self._slot()
         if not free or slot is None or sealed < self._staged:
             self.schedule.postpone(due)
@@ -170,7 +178,8 @@ class Engine:
         def seal() -> None:
             with span("seal", "copy"):
                 reason = self._tried(lambda: slot.seal(generation))
-            self._lacks(MEMORY, slot.lacking or (reason if isinstance(reason, str) else ""))
+            self._lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
+            self._lasts = not lacking
             slot.generation = generation  # what is in it can be written to disk, sealed or not
             self._sealed = generation.step
             self.schedule.took(MEMORY, time.perf_counter() - self._began)
@@ -215,7 +224,7 @@ class Engine:
             circle.close()
 
     def facts(self) -> dict[str, float]:
-        """For the report: seconds of stall, bytes copied, steps at risk, and the newest step that is safe at each level."""
+        """For the report: seconds of stall, bytes copied, steps at risk, and the newest step safe at each level."""
         risk = max(self.schedule.steps[MEMORY], 0) or self.schedule.steps[DISK]
         return {
             "checkpoint_stall": self.stalled,
@@ -245,14 +254,22 @@ class Engine:
                 peers.encode(self.aside, of, part, held, generation)
             else:
                 peers.copy(self.aside, local, part, held, generation)
-        self.aside.tell(None)  # all have it
+        reason = next(filter(None, self.aside.tell(held.lacking or slot.lacking)), "")
+        self._lacks(PEERS, reason)
+        if reason:  # some have it, not all: the next one takes its place, not that of the last that all have
+            held.generation = None
+            return
         self._pinned, self.safe[PEERS] = slot, generation.step
         self.schedule.took(PEERS, time.perf_counter() - began)
 
     def _persist(self, slot: Slot, generation: Generation) -> None:
         """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
         began = time.perf_counter()
-        kinds = (PRIVATE, SHARE) if self._disk_is_shared() else (PRIVATE, SHARE, REST)
+        try:
+            kinds = (PRIVATE, SHARE) if self._disk_is_shared() else (PRIVATE, SHARE, REST)
+        except CheckpointError as error:
+            self._lacks(DISK, str(error))
+            return
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
             written = self._tried(lambda: self.disk.write(generation, parts))
@@ -306,12 +323,17 @@ class Engine:
             return f"{error.strerror or error}{where}"
 
     def _disk_is_shared(self) -> bool:
-        """Whether all hosts see one folder; found out once, by a file that the first rank writes."""
+        """Whether all hosts see one folder; found out once, by a file that the first rank writes.
+
+        Raises:
+            CheckpointError: on all ranks: it could not write that.
+        """
         if self._shared_disk is None:
-            mark = self.disk.folder / f".shared-{self.uid}"
+            mark, failed = self.disk.folder / f".shared-{self.uid}", None
             if self.world.first:
-                self._tried(lambda: (self.files.folder(mark.parent), self.files.write(mark, b"", durable=False)))
-            self.aside.tell(None)
+                failed = self._tried(lambda: self.files.folder(mark.parent) or self.files.write(mark, b""))
+            if reason := self.aside.tell(failed)[0]:
+                raise CheckpointError(reason)
             self._shared_disk = all(self.aside.tell(mark.exists()))
             if self.world.first:
                 self._tried(lambda: self.files.unlink(mark))

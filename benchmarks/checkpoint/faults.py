@@ -1,0 +1,269 @@
+"""Full disks, quotas, read-only and broken devices: training goes on, what was safe stays so, and the user is told.
+
+Two ranks on two hosts train and save at all levels while one of their acts on files fails, or all of them for a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.checkpoint.known import Setting, Trainee
+from benchmarks.checkpoint.trainee import kind_of
+from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.checkpoint.disk import checked, manifests
+from shoestring.checkpoint.files import Files
+from shoestring.core.errors import CheckpointError
+from shoestring.testing.pool import Pool
+
+CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+STEPS, HEALED = 8, 6  # steps of a run, and the one before which the device works again
+PEERS, DISK = 3, 2  # steps between saves; memory's are at every one
+POINTS = 120  # injections of the benchmark, evenly over the acts of both ranks
+BATCH = 20
+_BY_DESCRIPTOR = ("reserve", "write", "sync", "sync folder")  # the system names no path in their errors
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What fails on one rank: its acts [first, first + count), counted from the run's start."""
+
+    rank: int
+    first: int
+    count: int
+    code: int
+
+    def __str__(self) -> str:
+        return f"{errno.errorcode[self.code]} at act {self.first} of rank {self.rank}, {self.count} times"
+
+
+@dataclass
+class Failing(Files):
+    """Counts acts, and lets some of them fail."""
+
+    fault: Fault | None = None
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
+        self.passed.append(f"{act}: {kind_of(path)}")
+        number, fault = len(self.passed) - 1, self.fault
+        if fault and fault.first <= number < fault.first + fault.count:
+            self.failed.append(self.passed[-1])
+            error = OSError(fault.code, os.strerror(fault.code))
+            if act not in _BY_DESCRIPTOR:
+                error.filename = str(path)
+            raise error
+
+
+class Listener(logging.Handler):
+    """Collects what the user is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What is said in the block."""
+    log, listener = logging.getLogger("shoestring"), Listener()
+    before, log.propagate = log.propagate, False
+    log.addHandler(listener)
+    try:
+        yield listener.said
+    finally:
+        log.removeHandler(listener)
+        log.propagate = before
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run on one rank."""
+
+    acts: list[str]
+    """That could fail."""
+    failed: list[str]
+    wrong: list[str]
+
+
+def survived(setting: Setting, fault: Fault | None) -> Outcome:
+    """Train under a fault, then restore; a collective of the ranks."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    files = Failing(fault=fault if fault and fault.rank == rank else None)
+    trainee, wrong = Trainee.of(setting, files), list[str]()
+    healed, before = 0, dict[str, int]()
+    with listening() as said:
+        for step in range(1, STEPS + 1):
+            if step == HEALED:
+                before = {**trainee.engine.safe}
+                _copied(setting.place, "now", "before")
+                files.fault, healed = None, len(files.passed)
+            wrong += _stepped(trainee, step, said)
+    safe: dict[str, int] = {**trainee.engine.safe}
+    acts = files.passed[:healed]
+    if safe["disk"] != STEPS:
+        wrong.append(f"no save to disk after the device worked again: {safe}, {said}")
+    trainee.engine.close()
+    wrong += _left(setting, rank)
+    _copied(setting.place, "now", "after")
+    wrong += _restores(setting, "after", safe)
+    wrong += [f"killed before it worked again, {each}" for each in _restores(setting, "before", before)]
+    return Outcome(acts, files.failed, wrong)
+
+
+def _copied(place: Path, source: str, target: str) -> None:
+    """Put a copy of all memory and disks in the place of another."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place / target, ignore_errors=True)
+        shutil.copytree(place / source, place / target)
+    dist.barrier()
+
+
+def _stepped(trainee: Trainee, step: int, said: list[str]) -> Iterator[str]:
+    """One step; what is wrong after it."""
+    engine, setting = trainee.engine, trainee.setting
+    trainee.at(step)
+    engine.wait()
+    engine.capture(False)
+    engine.drain()
+    told = engine.circle.tell(said)  # of all steps, for each reason is given once
+    folder = Path(engine.settings.folder)
+    if step % setting.disk_every == 0 and engine.safe["disk"] != step and not named(told, folder):
+        yield f"step {step} was not saved to disk, and nobody was told where it failed: {told}"
+    if engine.safe["disk"] and engine.world.first:
+        yield from _intact(folder, engine.safe["disk"])
+
+
+def named(told: Sequence[list[str]], folder: Path) -> bool:
+    """Whether a warning names a path below the folder, and a reason that the system gives."""
+    reasons = [os.strerror(code) for code in CODES]
+    lines = [line for said in told for line in said]
+    return any(f"`{folder}" in line and any(reason in line for reason in reasons) for line in lines)
+
+
+def _intact(folder: Path, safe: int) -> Iterator[str]:
+    there = {record.generation.step: (path, record) for path, record in manifests(folder)}
+    if safe not in there:
+        yield f"step {safe} was safe on disk, there is {sorted(there)}"
+        return
+    try:
+        checked(*there[safe])
+    except CheckpointError as error:
+        yield f"step {safe} was safe on disk: {error}"
+
+
+def _left(setting: Setting, rank: int) -> Iterator[str]:
+    """Temporary files that are still there after a good save."""
+    dist.barrier()
+    folders = [setting.disk(0), *map(setting.memory, range(setting.hosts))] if rank == 0 else []
+    for path in (each for folder in folders for each in folder.rglob("*")):
+        if path.name.endswith(".tmp") or ".shared" in path.name:
+            yield f"`{path.name}` is left"
+    dist.barrier()
+
+
+def _restores(setting: Setting, left: str, safe: Mapping[str, int]) -> Iterator[str]:
+    """Restore from everything that was left, without one host's memory, and from disk alone."""
+    least = {"memory": "memory", "one host": "peers", "disk": "disk"}
+    for what, level in least.items():
+        trainee = Trainee.of(setting)
+        _copied(setting.place, left, "now")
+        if dist.get_rank() == 0 and what != "memory":
+            for host in range(setting.hosts) if what == "disk" else (0,):
+                shutil.rmtree(setting.memory(host), ignore_errors=True)
+        dist.barrier()
+        step, reason = trainee.restored()
+        if reason or (step or 0) < max(safe[level], safe["disk"]):
+            yield f"from {what}: step {step} {reason}, safe was {dict(safe)}"
+        trainee.engine.close()
+
+
+def several(folder: str, faults: Sequence[Mapping[str, int] | None]) -> list[dict[str, Any]]:
+    """A scenario: a run for each of the faults."""
+    found = []
+    for number, fault in enumerate(faults):
+        setting = Setting(folder=f"{folder}/{number}", ranks=dist.get_world_size(), peers_every=PEERS, disk_every=DISK)
+        found.append(asdict(survived(setting, Fault(**fault) if fault else None)))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(setting.place, ignore_errors=True)
+    return found
+
+
+def drawn(acts: Sequence[Sequence[str]], points: int, seed: int = 0) -> list[Fault]:
+    """Faults at points spread evenly over the acts of all ranks: once, for some acts, or for some steps."""
+    draw = random.Random(seed)
+    every = [(rank, number) for rank, passed in enumerate(acts) for number in range(len(passed))]
+    chosen = [every[len(every) * index // points] for index in range(points)]
+    return [Fault(rank, number, draw.choice([1, 1, 4, 1000]), draw.choice(CODES)) for rank, number in chosen]
+
+
+def injected(folder: Path, points: int, ranks: int = 2) -> Iterator[tuple[Fault, list[str]]]:
+    """Runs under faults; of each what was not as it should be."""
+    with Pool(ranks, timeout=600) as pool:
+        passed = [each[0]["acts"] for each in pool.call(several, folder=str(folder), faults=[None])]
+        faults = drawn(passed, points)
+        for start in range(0, points, BATCH):
+            batch = faults[start : start + BATCH]
+            told = pool.call(several, folder=str(folder), faults=[asdict(fault) for fault in batch])
+            for index, fault in enumerate(batch):
+                wrong = [line for rank in told for line in rank[index]["wrong"]]
+                if not any(rank[index]["failed"] for rank in told):
+                    wrong.append("nothing failed")
+                yield fault, [f"{fault}, {told[fault.rank][index]['failed'][:1]}: {line}" for line in wrong]
+
+
+# -- a file system that is really full --------------------------------------------------------------------------------
+
+
+@contextmanager
+def tmpfs(folder: Path, size: int) -> Iterator[Path]:
+    """A file system in memory of `size` bytes; needs root.
+
+    Raises:
+        PermissionError: it cannot be mounted.
+    """
+    folder.mkdir(parents=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        raise PermissionError(done.stderr.decode().strip())
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def rows(cache: Path | None = None) -> list[Bar]:
+    """The bar."""
+
+    def measure(deadline: Deadline) -> Measured:
+        wrong, count = list[str](), 0
+        with TemporaryDirectory() as folder:
+            for _, lines in injected(Path(folder), POINTS):
+                deadline.check()
+                count, wrong = count + bool(lines), wrong + lines
+        return Measured(1 - count / POINTS, f"{POINTS} faults{'; ' if wrong else ''}{'; '.join(wrong[:3])}")
+
+    what = (
+        "no space, no quota, read-only and I/O errors, once or for some steps, at points spread over all acts on files "
+        "of two ranks on two hosts: share of 120 after which training went on, saves that were safe could be "
+        "restored, nothing temporary was left, and the user was told where it failed"
+    )
+    return [Bar("checkpoint.faults", what, ">=", 1.0, measure)]

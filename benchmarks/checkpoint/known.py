@@ -1,0 +1,158 @@
+"""A run whose state is a function of the step, so that whatever is restored can be told right from wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.attached import slots_folder
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.tree import encode
+from shoestring.core.errors import CheckpointError
+from shoestring.core.job import Kept
+from shoestring.core.kept import Progress
+from shoestring.core.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run."""
+
+    folder: str
+    ranks: int = 2
+    local: int = 1
+    """Ranks of a host."""
+    peers: str = "copy"
+    shared: bool = True
+    """Whether the hosts have one disk."""
+    peers_every: int = 2
+    disk_every: int = 4
+
+    @property
+    def place(self) -> Path:
+        return Path(self.folder)
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.local
+
+    def disk(self, host: int) -> Path:
+        return self.place / "now" / ("saves" if self.shared else f"host-{host}") / "steps"
+
+    def memory(self, host: int) -> Path:
+        return self.place / "now" / f"memory-{host}"
+
+
+@dataclass
+class Known:
+    """State that is a function of the step."""
+
+    make: Callable[[int], dict[str, Any]]
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict
+
+
+def common(mesh: DeviceMesh, step: int) -> dict[str, Any]:
+    """What all ranks hold alike, and a tensor that they hold in uneven shards."""
+    draw = torch.Generator().manual_seed(step)
+    whole = torch.randn(4 * mesh.size() + 1, 300, generator=draw, dtype=torch.float64)
+    mine = whole.tensor_split([-(-len(whole) // mesh.size()) * (r + 1) for r in range(mesh.size() - 1)])
+    local = mine[mesh.get_local_rank()].contiguous()
+    return {
+        "weight": torch.randn(61, 129, generator=draw),
+        "half": torch.randn(701, generator=draw).bfloat16(),
+        "sharded": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
+        "none": torch.empty(0, 3),
+        "words": ["step", step, None, (True, 0.5)],
+    }
+
+
+def private(rank: int, step: int) -> dict[str, Any]:
+    """What a rank has for itself."""
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    return {"bytes": torch.randint(256, (9000 + 977 * rank,), dtype=torch.uint8, generator=draw), "rank": rank}
+
+
+@dataclass
+class Trainee:
+    """A rank: what it keeps, and its part in saving."""
+
+    setting: Setting
+    progress: Progress
+    states: dict[str, Known]
+    engine: Engine
+
+    @classmethod
+    def of(cls, setting: Setting, files: Files | None = None) -> Trainee:
+        """A collective."""
+        rank = dist.get_rank()
+        world = World(rank, setting.ranks, rank % setting.local, setting.local)
+        mesh = DeviceMesh("cpu", list(range(setting.ranks)))
+        states = {"model": Known(partial(common, mesh)), "mine": Known(partial(private, rank))}
+        host, progress = rank // setting.local, Progress()
+        kept = {
+            "model": Kept(states["model"], "shard", None),
+            "mine": Kept(states["mine"], "own", None),
+            "progress": Kept(progress, "same", None),
+        }
+        settings = Tiered(
+            memory_every=1, peers_every=setting.peers_every, disk_every=setting.disk_every,
+            folder=str(setting.disk(host)), memory=str(setting.memory(host)),
+            peers=setting.peers,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        engine = Engine(kept, progress, world, settings, slots_folder(settings, world), set, files or Files())
+        return cls(setting, progress, states, engine)
+
+    def at(self, step: int) -> None:
+        self.progress.step = step
+        for state in self.states.values():
+            state.content = state.make(step)
+
+    def train(self, steps: int) -> None:
+        """Save the states of so many steps, each as far as it goes."""
+        for step in range(1, steps + 1):
+            self.at(step)
+            self.engine.wait()
+            self.engine.capture(False)
+            self.engine.drain()
+
+    def restored(self) -> tuple[int | None, str]:
+        """Restore; the step that was claimed and what is wrong with what was loaded, or why nothing was."""
+        self.at(0)
+        try:
+            step = resume(self.engine, "auto")
+        except CheckpointError as error:
+            return None, "" if "damaged or incomplete" in str(error) else str(error)
+        if step is None:
+            return None, "" if self.progress.step == 0 else "nothing was found, yet something loaded"
+        good = self.progress.step == step and all(same(s.content, s.make(step)) for s in self.states.values())
+        return step, "" if good else f"not the state of step {step}"
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are equal, bit for bit."""
+    leaves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    trees = [encode(state, "", found) for state, found in zip((one, other), leaves, strict=True)]
+    return trees[0] == trees[1] and all(_bits(leaf) == _bits(leaves[1][path]) for path, leaf in leaves[0].items())
+
+
+def _bits(leaf: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return leaf.dtype, leaf.shape, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,92 @@
+"""Acts on files that fail, one by one, and file systems that are really full."""
+
+import errno
+import os
+
+import pytest
+
+from benchmarks.checkpoint.faults import injected, listening, named, tmpfs
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+
+POINTS = 24  # benchmarks/checkpoint tries 120
+
+
+@pytest.mark.slow
+def test_training_goes_on_and_what_was_safe_stays_so(tmp_path):
+    assert [line for _, wrong in injected(tmp_path, POINTS) for line in wrong] == []
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Mounts small file systems."""
+    mounts = []
+
+    def mount(name, size):
+        mounts.append(tmpfs(tmp_path / name, size))
+        try:
+            return mounts[-1].__enter__()
+        except PermissionError as error:
+            mounts.pop()
+            pytest.skip(f"cannot mount a tmpfs: {error}")
+
+    yield mount
+    for each in mounts:
+        each.__exit__(None, None, None)
+
+
+def trained(engine, state, progress, steps):
+    for step in steps:
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
+
+
+def test_a_full_disk(small, tmp_path):
+    root = small("disk", 128 << 10)
+    engine, state, progress = engine_of(root, 0, 1, Files())
+    saves = root / "run" / "saves"
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    assert engine.safe["disk"] == BETWEEN
+    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+    (root / "ballast").write_bytes(bytes(free - 8192))
+    with listening() as said:
+        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert engine.safe["disk"] == BETWEEN and named([said], saves)
+    assert os.strerror(errno.ENOSPC) in said[0]
+    assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
+    (root / "ballast").unlink()
+    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert engine.safe["disk"] == 3 * BETWEEN
+    engine.close()
+
+
+def test_full_shared_memory(small, tmp_path):
+    """There is room for two of three slots, and then there are saves on disk still."""
+    small("disk-memory-0", 2 << 20)
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    with listening() as said:
+        trained(engine, state, progress, range(1, 4 * BETWEEN + 1))
+    assert any("no saves to memory: no room" in line and str(tmp_path / "disk-memory-0") in line for line in said)
+    assert engine.safe["disk"] == 4 * BETWEEN
+    engine.close()
+    again, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    assert resume(again, "auto") == 4 * BETWEEN
+    assert state.content["bytes"].equal(state.make(4 * BETWEEN)["bytes"])
+    again.close()
+
+
+def test_a_disk_that_became_read_only(small):
+    root = small("disk", 128 << 10)
+    engine, state, progress = engine_of(root, 0, 1, Files())
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    with listening() as said:
+        assert os.system(f"mount -o remount,ro {root}") == 0
+        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+        assert os.system(f"mount -o remount,rw {root}") == 0
+    assert engine.safe["disk"] == BETWEEN and named([said], root / "run" / "saves")
+    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert engine.safe["disk"] == 3 * BETWEEN
+    engine.close()
