@@ -122,8 +122,10 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
     trainee.engine.close()
     wrong += _left(setting, rank)
     _copied(setting.place, "now", "after")
-    wrong += _restores(setting, "after", safe)
-    wrong += [f"killed before it worked again, {each}" for each in _restores(setting, "before", before)]
+    again = Trainee.of(setting)
+    wrong += _restores(again, "after", safe)
+    wrong += [f"killed before it worked again, {each}" for each in _restores(again, "before", before)]
+    again.engine.close()
     return Outcome(acts, files.failed, wrong)
 
 
@@ -179,11 +181,10 @@ def _left(setting: Setting, rank: int) -> Iterator[str]:
     dist.barrier()
 
 
-def _restores(setting: Setting, left: str, safe: Mapping[str, int]) -> Iterator[str]:
+def _restores(trainee: Trainee, left: str, safe: Mapping[str, int]) -> Iterator[str]:
     """Restore from everything that was left, without one host's memory, and from disk alone."""
-    least = {"memory": "memory", "one host": "peers", "disk": "disk"}
+    setting, least = trainee.setting, {"memory": "memory", "one host": "peers", "disk": "disk"}
     for what, level in least.items():
-        trainee = Trainee.of(setting)
         _copied(setting.place, left, "now")
         if dist.get_rank() == 0 and what != "memory":
             for host in range(setting.hosts) if what == "disk" else (0,):
@@ -192,7 +193,6 @@ def _restores(setting: Setting, left: str, safe: Mapping[str, int]) -> Iterator[
         step, reason = trainee.restored()
         if reason or (step or 0) < max(safe[level], safe["disk"]):
             yield f"from {what}: step {step} {reason}, safe was {dict(safe)}"
-        trainee.engine.close()
 
 
 def several(folder: str, faults: Sequence[Mapping[str, int] | None]) -> list[dict[str, Any]]:

@@ -9,7 +9,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import AdamW
 
 from benchmarks.checkpoint.trainee import fresh
@@ -62,8 +64,44 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
     return {"stall": median(stalls), "copy": median(copies), "bytes": nbytes, "saves": float(len(stalls))}
 
 
+def dcp_stall(folder: Path, job: Job) -> float:
+    """Seconds for which torch's `async_save` of the same state holds up its caller; what it does then is waited for."""
+    state = {"model": job.module.state_dict(), "optimizer": job.built_optimizer.state_dict()}
+    began = time.perf_counter()
+    under_way = async_save(state, checkpoint_id=str(fresh(folder)))
+    seconds = time.perf_counter() - began
+    under_way.result()  # pyright: ignore[reportAttributeAccessIssue]
+    return seconds
+
+
+def against_dcp(folder: Path, saves: int = 7) -> tuple[float, float]:
+    """Medians over saves in turns: seconds for which ours and torch DCP's stop training, the same state to one disk."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    ours, theirs = [], []
+    try:
+        with job_of(folder / "ours", overlap=True) as job:
+            batch = (torch.randn(64, WIDTH),)
+            for _ in range(9):
+                job.step(batch)
+            for number in range(saves):
+                stall = job.trace.facts["checkpoint_stall"]
+                for _ in range(3):
+                    job.step(batch)
+                ours.append(job.trace.facts["checkpoint_stall"] - stall)
+                time.sleep(0.1)
+                theirs.append(dcp_stall(folder / f"dcp-{number % 2}", job))
+    finally:
+        dist.destroy_process_group()
+    return median(ours), median(theirs)
+
+
 def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
+
+    def dcp(_: Deadline) -> Measured:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            ours, theirs = against_dcp(Path(folder))
+        return Measured(ours / theirs, f"{1e3 * ours:.1f} ms, and {1e3 * theirs:.1f} ms for torch's async_save")
 
     def stall(_: Deadline, *, overlap: bool) -> Measured:
         with TemporaryDirectory(dir="/dev/shm") as folder:
@@ -75,7 +113,9 @@ def rows(cache: Path | None = None) -> list[Bar]:
         return Measured(found["stall"] / found["copy"], told)
 
     what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
+    against = "time for which a save stops training, over that of torch DCP's async_save of the same state"
     return [
+        Bar("checkpoint.stall-dcp", against, "<=", 1.0, dcp, baseline="torch.distributed.checkpoint.async_save"),
         Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
         Bar("checkpoint.stall-plain", f"{what}; copied at once", "<=", 1.25, partial(stall, overlap=False)),
     ]
