@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import at_loss
 
-from shoestring.checkpoint import Plain
+from shoestring.checkpoint import Plain, Tiered
 from shoestring.comm import BF16
 from shoestring.graph import Compile
 from shoestring.memory import Recompute
@@ -66,6 +66,12 @@ class TestAutocast(FeatureSuite):
 
 class TestPlain(FeatureSuite):
     feature = Plain(every=2)
+    representative = False
+    clashes: ClassVar = {"checkpoint.tiered": "both save"}
+
+
+class TestTiered(FeatureSuite):
+    feature = Tiered(memory_every=2, disk_every=4)
 
 
 class TestCompile(FeatureSuite):

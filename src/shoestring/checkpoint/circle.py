@@ -36,6 +36,7 @@ class Circle:
         timeout: timedelta = timeout_of(dist.group.WORLD)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
+        dist.barrier(group)  # who destroys it soon must not cut off those that are still connecting
         return cls(world.rank, world.size, group)
 
     def close(self) -> None:

@@ -125,7 +125,10 @@ class Recovery:
         """
         offers = list(choice.offers)
         for how in choice.lost:
-            offers += self._rebuilt(choice, how, slot)
+            rebuilt = self._rebuilt(choice, how, slot)
+            if self.bad & {offer.key for offer in rebuilt}:  # there is no room for it: not again
+                self.bad |= {offer.key for offer in offers if offer.part.startswith(peers.PARITY)}
+            offers += rebuilt
             if self.bad & {offer.key for offer in offers}:
                 return None
         reader = Reader(self.world, self.circle, offers)
@@ -136,8 +139,8 @@ class Recovery:
         try:
             wanted = Wanted(self.kept, self.world, choice.generation, reader)
             reads = wanted.reads()
-        except CheckpointError as error:
-            reason = str(error)
+        except (CheckpointError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
         if reason := next(filter(None, self.circle.tell(reason)), ""):
             self.reason = reason
             log.warning("skipping the save of step %s: %s", choice.generation.step, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shoestring.checkpoint.interval import Level, Rates, plan
+from shoestring.checkpoint.interval import PRIORS, Level, Rates, plan
 
 if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
@@ -103,6 +103,12 @@ class Schedule:
     def failed(self, level: str) -> None:
         """The run goes on from this level: a failure that no level below it recovers from."""
         self.rates.observe(0.0, **{_CLASSES[level]: 1})
+
+    @property
+    def failures(self) -> int:
+        """What this run has survived so far, over all its starts."""
+        seen = sum(a for a, _ in self.rates.state_dict().values())
+        return round(seen - sum(prior.a for prior in PRIORS.values()))
 
     # -- what survives ------------------------------------------------------------------------------------------------
 

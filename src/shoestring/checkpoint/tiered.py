@@ -230,6 +230,7 @@ class Engine:
             "checkpoint_stall": self.stalled,
             "checkpoint_bytes": float(self.copied),
             "checkpoint_steps_at_risk": risk,
+            "checkpoint_failures": self.schedule.failures,
             **{f"checkpoint_safe_{level}": step for level, step in self.safe.items()},
         }
 

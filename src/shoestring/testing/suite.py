@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from shoestring.checkpoint import Plain
+from shoestring.checkpoint import Tiered
 from shoestring.comm import BF16
 from shoestring.core.feature import Feature
 from shoestring.graph import Compile
@@ -29,7 +29,7 @@ REPRESENTATIVES: tuple[Feature, ...] = (
     FSDP(),
     BF16(),
     Clip(max_norm=0.5),
-    Plain(),
+    Tiered(),
 )
 """One feature an area, which every other area's features are tried with."""
 
