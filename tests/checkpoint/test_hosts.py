@@ -52,3 +52,14 @@ def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(
     shutil.rmtree(next((task.place / "memory").glob("*/*")) / "host-1")
     again = replace(struck, victim=-1, point="", start=1)
     assert run(again) and (began(again) or 0) >= 5 and finished(again).digests == expected.digests
+
+
+@pytest.mark.parametrize("how", ["copy", "parity"])
+def test_where_no_host_comes_for_a_lost_one_the_others_go_on(tmp_path, how):
+    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
+    task = Task(folder=str(kills.fresh(tmp_path / "task")), ranks=3, under="fsdp", settings=settings, steps=14)
+    struck = replace(task, victim=2, point="after forward", count=11)
+    assert not run(struck)
+    shutil.rmtree(next((task.place / "memory").glob("*/*")) / "host-2")
+    fewer = replace(struck, ranks=2, victim=-1, point="", start=1)
+    assert run(fewer) and 6 <= (began(fewer) or 0) <= 11
