@@ -112,7 +112,7 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
         for step in range(1, STEPS + 1):
             if step == HEALED:
                 before = {**trainee.engine.safe}
-                _copied(setting.place, "now", "before")
+                copied(setting.place, "now", "before")
                 files.fault, healed = None, len(files.passed)
             wrong += _stepped(trainee, step, said)
     safe: dict[str, int] = {**trainee.engine.safe}
@@ -121,7 +121,7 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
         wrong.append(f"no save to disk after the device worked again: {safe}, {said}")
     trainee.engine.close()
     wrong += _left(setting, rank)
-    _copied(setting.place, "now", "after")
+    copied(setting.place, "now", "after")
     again = Trainee.of(setting)
     wrong += _restores(again, "after", safe)
     wrong += [f"killed before it worked again, {each}" for each in _restores(again, "before", before)]
@@ -129,7 +129,7 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
     return Outcome(acts, files.failed, wrong)
 
 
-def _copied(place: Path, source: str, target: str) -> None:
+def copied(place: Path, source: str, target: str) -> None:
     """Put a copy of all memory and disks in the place of another."""
     dist.barrier()
     if dist.get_rank() == 0:
@@ -185,7 +185,7 @@ def _restores(trainee: Trainee, left: str, safe: Mapping[str, int]) -> Iterator[
     """Restore from everything that was left, without one host's memory, and from disk alone."""
     setting, least = trainee.setting, {"memory": "memory", "one host": "peers", "disk": "disk"}
     for what, level in least.items():
-        _copied(setting.place, left, "now")
+        copied(setting.place, left, "now")
         if dist.get_rank() == 0 and what != "memory":
             for host in range(setting.hosts) if what == "disk" else (0,):
                 shutil.rmtree(setting.memory(host), ignore_errors=True)

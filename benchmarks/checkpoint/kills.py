@@ -39,8 +39,8 @@ def undisturbed(task: Task) -> Story:
 def at_points(task: Task, points: Sequence[str], expected: Story, draw: random.Random) -> Outcome:
     """Kill a rank at each of the named points, each in a run of its own that is then started again."""
     wrong, kills = [], 0
-    for index, point in enumerate(points):
-        victim, count = index % task.ranks, 1 + draw.randrange(3)
+    for point in points:
+        victim, count = draw.choice(expected.points[point]), 1 + draw.randrange(2)
         struck = replace(task, folder=str(fresh(task.place)), point=point, victim=victim, count=count)
         ended = run(struck)
         kills += not ended
@@ -129,7 +129,7 @@ def everywhere(_: Deadline) -> Measured:
             task = Task(folder=str(Path(folder) / "task"), under=under)
             expected = undisturbed(task)
             outcome = at_points(task, sorted(expected.points), expected, random.Random(under))
-        wrong, kills, points = [*wrong, *outcome.wrong], kills + outcome.kills, points | expected.points
+        wrong, kills, points = [*wrong, *outcome.wrong], kills + outcome.kills, points | set(expected.points)
     return Measured(float(len(wrong)), f"{kills} kills at {len(points)} points; {'; '.join(wrong[:3])}".rstrip("; "))
 
 

@@ -233,8 +233,8 @@ class Story:
 
     digests: tuple[str, ...]
     starts: int
-    points: frozenset[str]
-    """The named points that its last start passed, on any rank."""
+    points: Mapping[str, tuple[int, ...]]
+    """The named points that its last start passed, and the ranks that did."""
 
 
 def finished(task: Task) -> Story:
@@ -245,7 +245,10 @@ def finished(task: Task) -> Story:
     """
     ends = [json.loads((task.place / f"end-{rank}.json").read_text()) for rank in range(task.ranks)]
     begun = lines(task.place / "starts-0.jsonl")
-    return Story(tuple(end[0] for end in ends), len(begun), frozenset(point for end in ends for point in end[1]))
+    points: dict[str, tuple[int, ...]] = {}
+    for rank, (_, passed) in enumerate(ends):
+        points |= {point: (*points.get(point, ()), rank) for point in passed}
+    return Story(tuple(end[0] for end in ends), len(begun), points)
 
 
 def lines(path: Path) -> list[Any]:

@@ -2,15 +2,20 @@
 
 import errno
 import os
+import shutil
 
 import pytest
+import torch.distributed as dist
 
-from benchmarks.checkpoint.faults import injected, listening, named, tmpfs
+from benchmarks.checkpoint.damage import STEPS
+from benchmarks.checkpoint.faults import copied, injected, listening, named, tmpfs
+from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
+from shoestring.testing.pool import Pool
 
-POINTS = 24  # benchmarks/checkpoint tries 120
+POINTS = 16  # benchmarks/checkpoint tries 120
 
 
 @pytest.mark.slow
@@ -90,3 +95,35 @@ def test_a_disk_that_became_read_only(small):
     trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
     assert engine.safe["disk"] == 3 * BETWEEN
     engine.close()
+
+
+class NoRoom(Files):
+    """Lets nothing be rebuilt."""
+
+    def before(self, act, path, data=b"", at=0):
+        if path.name.startswith("rebuilt"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def without_a_host(folder):
+    """A scenario: what is restored once a host is lost, with room to rebuild its part and without."""
+    setting = Setting(folder=folder, ranks=3, peers="parity")
+    trainee = Trainee.of(setting)
+    trainee.train(STEPS)
+    trainee.engine.close()
+    found = []
+    for files in (NoRoom(), Files()):
+        again = Trainee.of(setting, files)
+        copied(setting.place, "now" if not found else "left", "left" if not found else "now")
+        if dist.get_rank() == 0:
+            shutil.rmtree(setting.memory(1))
+        dist.barrier()
+        found.append(again.restored())
+        again.engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_part_that_cannot_be_rebuilt_is_not_tried_for_ever(tmp_path):
+    with Pool(3, timeout=30) as pool:
+        assert pool.call(without_a_host, folder=str(tmp_path)) == [[[8, ""], [10, ""]]] * 3

@@ -102,6 +102,12 @@ class Tiered(Feature):
             if getattr(self, key) < least:
                 raise ConfigError(f"`{self.name}.{key}` must be at least {least}, got {getattr(self, key)}")
 
+        if self.slots < 3 and job.world.hosts > 1 and self.peers != "off" and self.peers_every:
+            raise ConfigError(
+                f"`{self.name}.slots` must be at least 3 where other hosts keep copies, got {self.slots}",
+                hint="one is what the others have, one the newest, one is filled; or set peers_every = 0",
+            )
+
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.checkpoint.attached import install
 

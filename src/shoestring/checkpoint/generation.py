@@ -117,8 +117,9 @@ def _notes(found: Any) -> dict[str, Any]:
     """Those that are read are checked: of whom there is parity."""
     if not isinstance(found, dict):
         raise ValueError(f"{found!r} for notes")
-    ranks, lengths = (list(map(_count, _listed(found.get(name, [])))) for name in ("ranks", "lengths"))
-    if len(ranks) != len(lengths) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
+    names = ("ranks", "lengths", "marks")
+    ranks, lengths, marks = (list(map(_count, _listed(found.get(name, [])))) for name in names)
+    if not len(ranks) == len(lengths) == len(marks) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
         raise ValueError(f"parity of ranks {ranks} with {len(lengths)} lengths")
     return found
 

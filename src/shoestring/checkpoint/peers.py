@@ -71,6 +71,8 @@ class ParitySet:
 
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
+    marks: tuple[int, ...]
+    """CRC-32 of each part."""
 
     @property
     def segment(self) -> int:
@@ -84,12 +86,12 @@ class ParitySet:
         return min(place * self.segment, length), min((place + 1) * self.segment, length)
 
 
-def parity_set(circle: Circle, local: int, size: int, nbytes: int) -> ParitySet:
+def parity_set(circle: Circle, local: int, size: int, part: Tensor) -> ParitySet:
     """The set of this rank: one rank of each host in it; a collective."""
-    lengths = circle.tell(nbytes)
+    told = circle.tell([len(part), _mark(part)])
     hosts = next(each for each in sets(circle.size // local, size) if circle.rank // local in each)
     ranks = tuple(host * local + circle.rank % local for host in hosts)
-    return ParitySet(ranks, tuple(lengths[rank] for rank in ranks))
+    return ParitySet(ranks, *zip(*(told[rank] for rank in ranks), strict=True))
 
 
 def encode(circle: Circle, of: ParitySet, part: Tensor, slot: Slot, generation: Generation) -> Record:
@@ -101,7 +103,7 @@ def encode(circle: Circle, of: ParitySet, part: Tensor, slot: Slot, generation: 
     outgoing = {rank: part[slice(*of.span(circle.rank, rank))] for rank in others}
     widths = {rank: of.span(rank, circle.rank) for rank in others}
     _xor_in(circle, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
-    return slot.seal(generation, {"ranks": list(of.ranks), "lengths": list(of.lengths)})
+    return slot.seal(generation, {name: list(each) for name, each in vars(of).items()})
 
 
 def _xor_in(circle: Circle, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> None:
@@ -137,12 +139,15 @@ class Rebuild:
     """The present rank that the part is rebuilt on."""
 
 
-def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: dict[int, Tensor], into: Tensor) -> None:
+def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: dict[int, Tensor], into: Tensor) -> bool:
     """Rebuild a lost part; a collective of all present ranks.
 
     Args:
         parts: of former ranks that this rank is the holder of: their parts; `parities` likewise.
         into: (bytes of the lost part,) on the builder, and of no length elsewhere.
+
+    Returns:
+        Whether, on the builder, what came out is what the lost rank had.
 
     Each holder k XORs its parity with the others' segments for it, which leaves the lost rank's segment for k; the
     builder collects those. No rank sends or receives more than about one part.
@@ -173,6 +178,7 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
     ]
     builds = circle.rank == how.builder
     circle.swap(sends, [(how.holders[keeper], into[slice(*spans[keeper])]) for keeper in others] if builds else [])
+    return not builds or _mark(into) == how.of.marks[how.of.ranks.index(how.lost)]
 
 
 def pick_builder(present: Sequence[int], busy: Sequence[int]) -> int:

@@ -103,7 +103,7 @@ class Recovery:
             notes = dict(offer.notes)
             if lost not in notes.get("ranks", ()):
                 continue
-            of = peers.ParitySet(tuple(notes["ranks"]), tuple(notes["lengths"]))
+            of = peers.ParitySet(*(tuple(notes[name]) for name in ("ranks", "lengths", "marks")))
             holders = {}
             for rank in of.ranks:
                 having = _having(offers, f"{PRIVATE}-{rank}", f"{peers.PARITY}-{rank}")
@@ -180,9 +180,14 @@ class Recovery:
         if target is not None:
             target.begin()
             into = target.room(name, nbytes)
-        peers.rebuild(self.circle, how, parts, parities, into)
-        record = [target.seal(choice.generation).dumps().decode(), str(target.stem.parent)] if target else None
-        text, folder = self.circle.tell(record)[how.builder]
+        record = None
+        if peers.rebuild(self.circle, how, parts, parities, into) and target is not None:
+            record = [target.seal(choice.generation).dumps().decode(), str(target.stem.parent)]
+        if (told := self.circle.tell(record)[how.builder]) is None:
+            log.warning("the state of former rank %s, rebuilt from parity, is not what it was", how.lost)
+            self.bad |= {offer.key for offer in choice.offers if offer.part.startswith(peers.PARITY)}
+            return []
+        text, folder = told
         entry = Record.loads(text.encode(), folder).parts[name]
         host = how.builder // self.world.local_size
         return [Offer(choice.generation, host, MEMORY, str(Path(folder) / entry.file), name, entry)]

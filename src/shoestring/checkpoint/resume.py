@@ -9,7 +9,7 @@ from pathlib import Path
 from shoestring.checkpoint.disk import MANIFEST
 from shoestring.checkpoint.generation import Generation
 from shoestring.checkpoint.plain import Loader
-from shoestring.checkpoint.reader import Offer, Wanted
+from shoestring.checkpoint.reader import MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
 from shoestring.checkpoint.tiered import Engine
@@ -44,7 +44,9 @@ def resume(engine: Engine, where: str) -> int | None:
             load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
             _go_on(engine, choice, max(starts) + 1, auto)
             return choice.generation.step
-    if offers:
+    if offers and all(offer.level == MEMORY for offer in offers):  # a first save that was cut short, or hosts are lost
+        log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
+    elif offers:
         count, why = len({offer.generation for offer in offers}), recovery.reason and f": {recovery.reason}"
         raise CheckpointError(f"no save in `{disk}` can be read: all {count} are damaged or incomplete{why}")
     return _old(engine, where)

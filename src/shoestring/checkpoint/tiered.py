@@ -137,9 +137,9 @@ class Engine:
         if self._sealing is not None and not self._sealing.done():
             return None
         taken = [self._pinned, None if self._idle() else self._busy]
-        slot = oldest([each for each in self.own if each not in taken])
-        newest = slot.generation is not None and slot.generation.step >= self._staged
-        return None if newest else slot
+        free = [each for each in self.own if each not in taken]
+        older = [each for each in free if each.generation is None or each.generation.step < self._staged]
+        return oldest(older) if older else None
 
     def _idle(self) -> bool:
         return self._keeping is None or self._keeping.done()
@@ -251,7 +251,7 @@ class Engine:
         (part,), held = slot.parts([PRIVATE]).values(), oldest(self.held)
         with span("replicate", "wire", len(part)):
             if self.settings.peers == "parity":
-                of = peers.parity_set(self.aside, local, self.settings.set_size, len(part))
+                of = peers.parity_set(self.aside, local, self.settings.set_size, part)
                 peers.encode(self.aside, of, part, held, generation)
             else:
                 peers.copy(self.aside, local, part, held, generation)
