@@ -394,8 +394,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
         return Measured(float(len(wrong)), f"{states} different states{'; ' if wrong else ''}{'; '.join(wrong[:3])}")
 
     what = (
-        "states of the disk that a power loss during four saves could leave (all prefixes of their acts; of what is "
-        "not synced nothing, all, each single act, 64 seeded subsets, writes page by page too) in which the newest "
-        "committed save is lost, or another one found than was written"
+        "states of the disk that a power loss during four saves could leave (all prefixes; of what is not synced "
+        "nothing, all, each act, 64 seeded subsets, pages) in which the newest commit is lost or another one found"
     )
     return [Bar("checkpoint.power", what, "<=", 0.0, measure)]

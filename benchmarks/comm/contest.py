@@ -35,7 +35,7 @@ class Sizes:
     tuning_length: int = 60
     slow_steps: int = 24
     """Steps at a rate; fewer where they would take longer than `patience`."""
-    patience: float = 420.0
+    patience: float = 150.0
     setting: Setting = field(default_factory=Setting)
 
     def __post_init__(self) -> None:
@@ -214,14 +214,14 @@ class Contest:
     def dense_figures(self, rate: str) -> list[Figure]:
         """DDP's, and of its bf16 hook, which is taken to need no more steps.
 
-        Where a step of them would take longer than half a minute it is not measured: the wire alone, at the full
+        Where a step of them would take longer than ten seconds it is not measured: the wire alone, at the full
         rate, is taken for its time, which flatters them.
         """
         alike = (1.0,) * len(self.sizes.seeds)
         found = []
         for method in (self.dense, BF16.at(self.dense.lr)):
             wire = self._wire_seconds(method, rate)
-            if wire <= self.sizes.patience / 15:
+            if wire <= 10.0:
                 free, seconds = self.slow(method, rate)
             else:
                 free = self.slow(method, "100mbit")[0]

@@ -141,7 +141,7 @@ def test_slow_methods_are_measured_for_fewer_steps(contest):
 
 def test_peers_are_tuned_as_long_as_ours():
     assert {(len(family.bases), len(family.lrs)) for family in (*PEERS, PER_STEP, LOCAL)} == {(3, 3)}
-    assert BASELINE.lrs == Family("", ()).lrs
+    assert set(BASELINE.lrs) >= set(Family("", ()).lrs)  # it is tried at one more
 
 
 def test_seeds_for_choosing_are_not_reported():

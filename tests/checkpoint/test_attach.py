@@ -21,7 +21,9 @@ def ends(folder, die_at):
     local = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command = [*torchrun, *local, "--monitor-interval", "0.1", str(SCRIPT), str(folder), "12", str(die_at)]
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
+    # Otherwise torchrun gives ranks that it starts again the store of the dead, and torch's first group may hang in it.
+    env = os.environ | {"PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return [(folder / f"end-{rank}").read_text().split() for rank in range(2)]
 

@@ -27,7 +27,11 @@ def records(draw):
         nbytes = draw(st.integers(0, 3 * CHUNK))
         marks = draw(st.lists(st.integers(0, 2**32 - 1), min_size=-(-nbytes // CHUNK), max_size=-(-nbytes // CHUNK)))
         parts[f"private-{rank}"] = Entry(f"private-{rank}.safetensors", nbytes, tuple(marks))
-    return Record(generation, parts, draw(st.sampled_from([{}, {"last": True}, {"ranks": [0, 2], "lengths": [7, 8], "marks": [1, 2]}])))
+    return Record(
+        generation,
+        parts,
+        draw(st.sampled_from([{}, {"last": True}, {"ranks": [0, 2], "lengths": [7, 8], "marks": [1, 2]}])),
+    )
 
 
 @given(records())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.core._torch import timeout_of
+from shoestring.core._torch import name_groups_from, timeout_of
 from shoestring.core.world import World
 
 PIECE = 4 << 20  # bytes of one message
@@ -33,6 +34,9 @@ class Circle:
         if world.size == 1:
             return cls(0, 1, None)
         assert dist.group.WORLD is not None
+        # torchrun gives ranks that it starts again the store of those that died: groups of the same names, which count
+        # up from 0 in every program, would find the addresses of the dead there.
+        name_groups_from(int.from_bytes(world.broadcast(secrets.token_bytes(4) if world.first else None)) + 1_000_000)
         timeout: timedelta = timeout_of(dist.group.WORLD)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)

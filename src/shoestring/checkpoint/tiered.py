@@ -244,7 +244,8 @@ class Engine:
             if DISK in levels:
                 self._persist(slot, generation)
         except (RuntimeError, ConnectionError) as error:  # a rank is lost, which training will notice, too
-            self._lacks(PEERS, (str(error).splitlines() or [""])[0])
+            level = PEERS if PEERS in levels and self.schedule.has_peers else DISK
+            self._lacks(level, (str(error).splitlines() or [""])[0])
 
     def _replicate(self, slot: Slot, generation: Generation) -> None:
         began, local = time.perf_counter(), self.world.local_size

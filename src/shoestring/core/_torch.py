@@ -36,6 +36,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return backend.options._timeout
 
 
+def name_groups_from(number: int) -> None:
+    """Let the process groups to come be named by the numbers from this one on: equal on all ranks, or they hang."""
+    dist.distributed_c10d._world.group_count = number
+
+
 def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
     """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
     model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
