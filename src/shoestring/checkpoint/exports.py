@@ -8,9 +8,9 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shoestring.checkpoint.plain import FORMAT as PLAIN_FORMAT
 from shoestring.checkpoint.state import unpack
 from shoestring.checkpoint.tree import decode, encode
 from shoestring.core.errors import CheckpointError, nearest
-from shoestring.core.files import sync_folder
+from shoestring.core.files import write_atomic
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -222,21 +222,8 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
         header[name] = {"dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": span}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, stored in ordered:
-                file.write(stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink()
-        raise
+    content = (stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, stored in ordered)
+    write_atomic(path, chain([len(text).to_bytes(8, "little") + text], content))
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:

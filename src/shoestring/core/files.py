@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: write aside, flush, fsync, rename, fsync the folder. An exception leaves nothing behind."""
+def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Put `data`, or its pieces in a row, at `path`: write aside, flush, fsync, rename, fsync the folder.
+
+    An exception leaves nothing behind.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
