@@ -94,7 +94,7 @@ class Trial:
     def start(self, lab: Lab, name: str, *overrides: str, restarts: int = 3) -> Job:
         """Start the run under torchrun on all hosts of a lab, in the folder that they share."""
         options = {
-            "--nnodes": "2",
+            "--nnodes": str(len(lab.hosts)),
             "--nproc-per-node": "1",
             "--max-restarts": str(restarts),
             "--rdzv-backend": "c10d",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
-from benchmarks.restart import RENDEZVOUS, Trial, environment
+from benchmarks.restart import Trial
 from shoestring.checkpoint import peers
-from shoestring.testing.netlab import SHARED, Job, Lab, netlab, netlab_available
+from shoestring.testing.netlab import Job, Lab, netlab, netlab_available
 
 HOSTS = 4
 STEPS = 24
@@ -49,26 +48,10 @@ class Fleet(Trial):
         (folder / "run.toml").write_text(_RUN.format(corpus=folder / "corpus.txt", steps=STEPS, dim=dim))
         return cls(folder)
 
-    def launch(self, lab: Lab, name: str, *overrides: str) -> Job:
-        """Start the run on all hosts of a lab."""
-        options = {
-            "--nnodes": str(HOSTS),
-            "--nproc-per-node": "1",
-            "--max-restarts": "3",
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": "host0:29400",
-            "--rdzv-conf": RENDEZVOUS,
-            "--rdzv-id": name,
-            "--monitor-interval": "0.1",
-        }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
-        folder = ["--run.folder", str(SHARED / name), "--run.timeout", "10"]
-        return lab.start([*torchrun, "-m", "shoestring", "train", self.run, *folder, *overrides], env=environment())
-
 
 def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str) -> Job:
     """A run that loses a host after a step, and gets a fresh one in its place."""
-    job = fleet.launch(lab, name, *overrides)
+    job = fleet.start(lab, name, "--run.timeout", "10", *overrides)
     fleet.reach(job, name, at)
     lab.remove(host)
     lab.add(host)
