@@ -119,13 +119,11 @@ class Engine:
 
     def _state(self) -> list[float]:
         """What the ranks decide by; the least of each counts."""
-        free = self._slot() is not None
-        idle = self._keeping is None or self._keeping.done()
         return [
             float(self._sealed),
             float(self._lasts),
-            float(free),
-            float(idle),
+            float(self._slot() is not None),
+            float(self._idle()),
             *(-each for each in self.schedule.costs()),
         ]
 
@@ -198,7 +196,7 @@ class Engine:
         self.world.agree(lambda: self.stage(slot, generation))
         self.stager.finish()
         self._last = True
-        hurried = 0 < self.settings.deadline < self.schedule.seconds(DISK)
+        hurried = self.schedule.has_peers and 0 < self.settings.deadline < self.schedule.seconds(DISK)
         self._then(slot, generation, {PEERS} if hurried else {DISK})
         self.drain()
         if reason := self._left[DISK]:
