@@ -58,8 +58,10 @@ def over_time(contest: Contest, rate: str, path: Path) -> Path:
 
 def points(contest: Contest, method: Method, scale: float) -> tuple[Any, Any]:
     """The smoothed curve, the mean over seeds, with `scale` of the axis a step."""
-    curves = [smoothed(contest.curve(method, seed)) for seed in contest.sizes.seeds]
-    return curves[0][0] * scale, sum(losses for _, losses in curves) / len(curves)
+    seeds = contest.sizes.seeds[: len(contest.shares(method))]
+    curves = [smoothed(contest.curve(method, seed)) for seed in seeds]
+    both = min(len(steps) for steps, _ in curves)
+    return curves[0][0][:both] * scale, sum(losses[:both] for _, losses in curves) / len(curves)
 
 
 def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: Path, *, log: bool = False) -> Path:

@@ -55,7 +55,9 @@ def test_parts_are_the_whole_and_what_is_written_is_read(sizes, rows, bucket, st
     expected = torch.cat([*padded, torch.zeros(sums.numel() - sum(map(len, padded)))])
     assert torch.equal(sums.flatten(), expected)
     assert torch.equal(torch.cat([part.read([flats, more]) for part in layout.parts(step)]), sums)
-    by_rows = [torch.cat([part.read([flats, more]) for part in layout.parts(step, row)]) for row in range(rows)]
+    by_rows = [
+        torch.cat([part.read([flats, more]) for part in layout.parts(step, row, row + 1)]) for row in range(rows)
+    ]
     assert torch.equal(torch.cat(by_rows), sums)
     copies = [torch.zeros(size) for size in sizes]
     for part in layout.parts(step):

@@ -67,11 +67,11 @@ class Layout:
         block = BLOCK if self.device.type == "cpu" else self.rows * self.buckets * self.bucket
         return max(block // (4 * self.bucket * beside), 1) * 4
 
-    def parts(self, step: int, row: int | None = None) -> list[Part]:
-        """All buckets, or those of one row, at most `step` at a time."""
-        first, end = (0, self.rows) if row is None else (row, row + 1)
-        starts = range(first * self.buckets, end * self.buckets, step)
-        return [self._part(start, min(start + step, end * self.buckets)) for start in starts]
+    def parts(self, step: int, first: int = 0, end: int | None = None) -> list[Part]:
+        """All buckets of rows `first` to `end` (beyond; the last one if not said), at most `step` at a time."""
+        last = (self.rows if end is None else end) * self.buckets
+        starts = range(first * self.buckets, last, step)
+        return [self._part(start, min(start + step, last)) for start in starts]
 
     def _part(self, start: int, stop: int) -> Part:
         pieces, first = [], bisect_right(self.starts, start) - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from shoestring.comm.bits import pack, unpack
 from shoestring.comm.buckets import BLOCK, Layout, Part
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Swap, Turn
+from shoestring.core._torch import foreach_copy_
 
 
 class OwnerReduced(Codec):
@@ -34,6 +35,9 @@ class OwnerReduced(Codec):
     """
 
     stages = 2
+    offset: int
+    """Of codes: a level is (code << shift) - offset. Codes of 8 bits are signed."""
+    shift: int = 0
 
     def __init__(self, bits: int, *, bucket: int, feedback: bool, seed: int = 0) -> None:
         super().__init__()
@@ -41,17 +45,13 @@ class OwnerReduced(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Codes in fp32, as x (buckets, bucket), and scales (buckets, 1), non-finite where x is.
+        """Levels in fp32, as x (buckets, bucket), and scales (buckets, 1), whose product is about x.
 
-        Codes are whole numbers from 0 to 2^bits - 1; those of 8 bits are from -128 to 127.
+        Levels are whole numbers; a scale is non-finite where x is.
 
         Args:
             entries: (buckets, 1), how many of each bucket's entries are no padding; fp32.
         """
-
-    @abstractmethod
-    def centre_(self, codes: Tensor) -> Tensor:
-        """Codes of fewer than 8 bits as what to multiply the scale by; int8, in place."""
 
     def code(self, grads: Grads, turn: Turn) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
@@ -60,60 +60,70 @@ class OwnerReduced(Codec):
         noise, flats = generator(self.seed, turn, grads), [grad.view(-1) for grad in grads.values()]
         owed = [each.view(-1) for each in self.keep("residual", grads)] if self.feedback else []
         summands = [flats, owed] if self.feedback else [flats]
-        layout = Layout(flats, turn.size, self.bucket)
-        parts, entries = layout.parts(layout.step()), layout.entries()
-        sent = self.compress((part.read(summands) for part in parts), entries, turn.size, noise)
-        largest = sent[-1].abs().amax().expand(turn.size, 1)  # tells every rank whether all entries are finite
-        *theirs, _ = yield [Swap(each) for each in [*sent, largest]]
+        # What compression leaves waits where the gradients were, until it is known that every rank's are finite.
+        left = [flat if flat.dtype == torch.float32 else flat.float() for flat in flats] if self.feedback else []
+        layout, row = Layout(flats, turn.size, self.bucket), turn.rank
+        entries, step = layout.entries(), layout.step()
+        levels = torch.zeros(len(entries), self.bucket, dtype=torch.int8, device=entries.device)
+        scales = torch.empty_like(entries)
+        for part in layout.parts(step, row, row + 1):  # does not travel, but is looked at like the others
+            scales[part.start : part.stop] = part.read(summands).abs().amax(-1, keepdim=True)
+        for part in [*layout.parts(step, 0, row), *layout.parts(step, row + 1)]:
+            x = part.read(summands)
+            self._compress(x, part.start, entries, (levels, scales), noise)
+            if self.feedback:
+                part.write(x, left)
+        largest = scales.amax().expand(turn.size, 1)  # tells every rank whether all entries are finite
+        *theirs, _ = yield [Swap(each) for each in [*self._packed(levels, scales, turn.size), largest]]
 
-        mine = layout.parts(layout.step(beside=turn.size), turn.rank)
-        averages = list(self.averages(theirs, mine, summands, turn.rank))
-        again = self.compress(averages, entries[mine[0].start : mine[-1].stop], 1, noise)
+        mine = layout.parts(layout.step(beside=turn.size), row, row + 1)
+        own = slice(mine[0].start, mine[-1].stop)
+        averages = list(self._averages(theirs, mine, summands, row))
         if self.feedback:
-            for part, x in zip(parts, self.expanded(sent, parts), strict=True):
-                part.write(part.read(summands).sub_(x), owed)
-            for part, average, x in zip(mine, averages, self.expanded(again, mine), strict=True):
-                part.write(average.sub_(x).mul_(turn.size), owed)
-        everywhere = yield [Gather(each[0]) for each in again]
-        for part, x in zip(parts, self.expanded(everywhere, parts), strict=True):
-            part.write(x, flats)
+            foreach_copy_(owed, left)
+        for part, average in zip(mine, averages, strict=True):
+            self._compress(average, part.start, entries, (levels, scales), noise)
+            if self.feedback:
+                part.write(average.mul_(turn.size), owed)
+        everywhere = yield [Gather(each[0]) for each in self._packed(levels[own], scales[own], 1)]
+        levels, scales = (each.flatten(0, 1) for each in self._opened(everywhere))
+        for part in layout.parts(step):
+            part.write(levels[part.start : part.stop] * scales[part.start : part.stop], flats)
 
-    def compress(self, blocks: Iterable[Tensor], entries: Tensor, rows: int, noise: torch.Generator) -> list[Tensor]:
-        """What travels of blocks of x (rows, buckets, bucket): codes (rows, bytes), and scales (rows, buckets, 1)."""
-        codes = torch.empty(len(entries), self.bucket, dtype=torch.int8, device=entries.device)
-        scales, start = torch.empty_like(entries), 0
-        for x in blocks:
-            block = slice(start, start + len(x))
-            code, scale = self.encode(x, entries[block], noise)
-            codes[block], scales[block] = code, scale
-            start += len(x)
-        flat = codes.view(rows, -1)
-        return [flat if self.bits == 8 else pack(flat.view(torch.uint8), self.bits), scales.view(rows, -1, 1)]
+    def _compress(
+        self, x: Tensor, start: int, entries: Tensor, into: tuple[Tensor, Tensor], noise: torch.Generator
+    ) -> None:
+        """Put levels and scales of x (buckets, bucket) where its buckets begin; x becomes what they leave of it."""
+        block = slice(start, start + len(x))
+        levels, scale = self.encode(x, entries[block], noise)
+        into[0][block], into[1][block] = levels, scale
+        x.addcmul_(levels, scale, value=-1)
 
-    def opened(self, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The inverse of `compress`: levels (rows, buckets, bucket) in int8 and scales, whose product is x."""
+    def _packed(self, levels: Tensor, scales: Tensor, rows: int) -> list[Tensor]:
+        """What travels: codes (rows, bytes), and scales (rows, buckets, 1)."""
+        codes = levels.view(rows, -1)
+        if self.bits < 8:
+            codes = pack(((codes + self.offset) >> self.shift).view(torch.uint8), self.bits)
+        return [codes, scales.view(rows, -1, 1)]
+
+    def _opened(self, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The inverse of `_packed`: levels (rows, buckets, bucket) in int8, and scales."""
         codes, scales = sent
         if self.bits < 8:
-            codes = self.centre_(unpack(codes, self.bits, scales.shape[1] * self.bucket).view(torch.int8))
+            codes = unpack(codes, self.bits, scales.shape[1] * self.bucket).view(torch.int8)
+            codes = codes.bitwise_left_shift_(self.shift).sub_(self.offset)
         return codes.unflatten(1, (-1, self.bucket)), scales
 
-    def averages(
+    def _averages(
         self, theirs: Sequence[Tensor], mine: Sequence[Part], summands: Sequence[Sequence[Tensor]], rank: int
     ) -> Iterator[Tensor]:
         """Of each part of this rank's row, the mean of what the others sent and of what it has itself, exactly."""
-        levels, scales = self.opened(theirs)
+        levels, scales = self._opened(theirs)
         for part in mine:
             block = slice(part.start - mine[0].start, part.stop - mine[0].start)
             every = levels[:, block] * scales[:, block]
             every[rank] = part.read(summands)
             yield every.mean(0)
-
-    def expanded(self, sent: Sequence[Tensor], parts: Sequence[Part]) -> Iterator[Tensor]:
-        """x (buckets, bucket) of each part; they are what was compressed, or a row of it that was compressed alone."""
-        levels, scales = (each.flatten(0, 1) for each in self.opened(sent))
-        for part in parts:
-            block = slice(part.start - parts[0].start, part.stop - parts[0].start)
-            yield levels[block] * scales[block]
 
 
 class Quantize(OwnerReduced):
@@ -137,17 +147,15 @@ class Quantize(OwnerReduced):
     ) -> None:
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
         self.rounding, self.top = rounding, 2 ** (bits - 1) - 1
+        self.offset = self.top if bits < 8 else 0
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().amax(-1, keepdim=True).div_(self.top)
         q = x * scale.reciprocal().nan_to_num_(0, posinf=0)
-        if self.rounding == "stochastic":
-            add_noise_(q, noise)
-        q.round_().clamp_(-self.top, self.top)
-        return q if self.bits == 8 else q.add_(self.top), scale
-
-    def centre_(self, codes: Tensor) -> Tensor:
-        return codes.sub_(self.top)
+        if self.rounding == "nearest":
+            return q.round_(), scale
+        add_noise_(q, noise)
+        return q.round_().clamp_(-self.top, self.top), scale
 
 
 def generator(seed: int, turn: Turn, grads: Grads) -> torch.Generator:

@@ -15,12 +15,13 @@ class Sign(OwnerReduced):
     of zeros has scale 0 and stays zero. The sign of a single zero is +; the residual takes it back at the next step.
     """
 
+    offset = shift = 1
+
     def __init__(self, *, bucket: int = 512) -> None:
         super().__init__(1, bucket=bucket, feedback=True)
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().sum(-1, keepdim=True).div_(entries)
-        return torch.ge(x, 0, out=torch.empty_like(x)), scale  # into fp32: as Booleans it would take four times as long
-
-    def centre_(self, codes: Tensor) -> Tensor:
-        return codes.mul_(2).sub_(1)
+        return torch.ge(x, 0, out=torch.empty_like(x)).mul_(2).sub_(
+            1
+        ), scale  # as Booleans it would take four times as long
