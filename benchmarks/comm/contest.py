@@ -126,15 +126,15 @@ class Contest:
         return Spec(methods=methods, setting=self.sizes.setting, **more)
 
     def curve(self, method: Method, seed: int, length: int = 0) -> list[tuple[int, float]]:
-        """Steps and held-out losses of a run of so many steps; of as many as the method is given, if not said."""
+        """Steps and held-out losses of a run of so many steps; of as many as the method is given, where none is said."""
         log = self._log(method, seed, length or self.length(method, seed))
         return [(step, loss) for step, loss in log[0]["held_out"]]
 
     def length(self, method: Method, seed: int) -> int:
-        """Steps that a method is given: more if it does not reach DDP's loss in those that all are given."""
-        if method == self.dense or self.steps_needed(method, seed, self.sizes.length) is not None:
-            return self.sizes.length
-        return self.sizes.longest
+        """Steps that a method is given: more if on the seed for choosing it was too slow for those that all are."""
+        if seed == self.sizes.tuning_seed:
+            return self.sizes.tuning_length
+        return self.sizes.length if self.sizes.steps <= self.sizes.length * self._pace(method) else self.sizes.longest
 
     def steps_needed(self, method: Method, seed: int, length: int = 0) -> float | None:
         """To the loss that DDP has at the end, on the same seed; None where that is not reached."""
@@ -150,10 +150,8 @@ class Contest:
     def dense(self) -> Method:
         """DDP with its best learning rate."""
         tried = [DDP.at(lr) for lr in BASELINE.lrs]
-        return min(tried, key=lambda method: final(self._trial(method), self.sizes.tuning_steps))
-
-    def _trial(self, method: Method) -> list[tuple[int, float]]:
-        return self.curve(method, self.sizes.tuning_seed, self.sizes.tuning_length)
+        seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
+        return min(tried, key=lambda method: final(self.curve(method, seed), at))
 
     def chosen(self, family: Family, rate: str) -> Method:
         """The best of a family at a rate, on the seed for choosing: the learning rate of the first base, then a base.
@@ -165,15 +163,22 @@ class Contest:
         return max([self._promise(base.at(best.lr), rate) for base in family.bases], key=lambda pair: pair[0])[1]
 
     def _promise(self, method: Method, rate: str) -> tuple[tuple[float, float], Method]:
-        """(computed efficiency, minus the loss) on the seed for choosing: DDP's steps to the loss that it ends with."""
+        """(pace over seconds a step, minus the loss) on the seed for choosing."""
         seed, length = self.sizes.tuning_seed, self.sizes.tuning_length
-        log, loss = self._log(method, seed, length), final(self._trial(method), length)
+        log = self._log(method, seed, length)
         free = step_seconds(self._log(self.dense, seed, length), self.sizes.look)  # one for all, whatever else ran then
         hidden = float(method.settings.get("delay", 0)) * free
         wire = step_bytes(log) * 8 / bits_per_second(rate) * method.period
         seconds = free + max(0.0, wire - hidden) / method.period
-        needed = steps_to(self._trial(self.dense), loss) or length
-        return (needed / length / seconds, -loss), method
+        return (self._pace(method) / seconds, -final(self.curve(method, seed), length)), method
+
+    def _pace(self, method: Method) -> float:
+        """DDP's steps over the method's to the loss that the slower of them ends with, on the seed for choosing."""
+        seed, length = self.sizes.tuning_seed, self.sizes.tuning_length
+        mine, dense = self.curve(method, seed), self.curve(self.dense, seed)
+        if needed := steps_to(dense, final(mine, length)):
+            return needed / length
+        return length / (steps_to(mine, final(dense, length)) or length)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 

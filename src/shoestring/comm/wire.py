@@ -16,7 +16,7 @@ from shoestring.core._torch import all_gather_single, timeout_of
 from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
-SMALL = 2**18  # bytes
+SMALL = 2**19  # bytes
 ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
 
 
