@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Self
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn
-from shoestring.core._torch import all_gather_single, timeout_of
+from shoestring.core._torch import all_gather_single, name_groups_from, timeout_of
 from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
@@ -158,13 +159,15 @@ class Wire:
 def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another process group of the same ranks; every rank of the world calls it, each with its own `group`."""
     mine = dist.get_process_group_ranks(group)
-    firsts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    all_gather_single(firsts, torch.tensor([mine[0]], device=device))
+    rows = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
+    all_gather_single(rows.view(-1), torch.tensor([mine[0], secrets.randbits(32)], device=device))
     parts: dict[int, list[int]] = {}
-    for rank, first in enumerate(firsts.tolist()):
+    for rank, first in enumerate(rows[:, 0].tolist()):
         parts.setdefault(first, []).append(rank)
+    # A store that outlives its ranks still has the addresses of the groups that they made: new ones need other names.
+    name_groups_from(int(rows[0, 1]) + 1_000_000)
     # Every rank makes every group. torch can leave out the others' (use_local_synchronization), but then names a new
-    # group as it named one that is gone, whose addresses are still in the store.
+    # group as it named one that is gone.
     made = {first: dist.new_group(ranks, timeout_of(group)) for first, ranks in parts.items()}
     own = made[mine[0]]
     assert isinstance(own, dist.ProcessGroup)
