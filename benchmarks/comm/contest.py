@@ -126,7 +126,7 @@ class Contest:
         return Spec(methods=methods, setting=self.sizes.setting, **more)
 
     def curve(self, method: Method, seed: int, length: int = 0) -> list[tuple[int, float]]:
-        """Steps and held-out losses of a run of so many steps; of as many as the method is given, where none is said."""
+        """Steps and held-out losses of a run of so many steps, or of as many as the method is given."""
         log = self._log(method, seed, length or self.length(method, seed))
         return [(step, loss) for step, loss in log[0]["held_out"]]
 

@@ -1,4 +1,7 @@
-"""Curves of the contest as pictures: held-out loss over steps, and over time at each rate."""
+"""Curves of the contest as pictures: held-out loss over steps, and over time at each rate.
+
+The runs are those of the bars: a method that is given up at a seed is drawn up to there, and has no time of a step.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comm.contest import LOCAL, PEERS, PER_STEP, RATES, Contest
+from benchmarks.comm.contest import LOCAL, PER_STEP, RATES, Contest, Figure
 from benchmarks.comm.curves import smoothed
-from benchmarks.comm.methods import BF16, Method
-from benchmarks.comm.peers import has_epfml
+from benchmarks.comm.methods import Method
 from benchmarks.machine import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
+KINDS = ("ddp", "bf16", "torch", "epfml", "ours")
 # Told apart without colour as well; the colours are Okabe and Ito's, for all kinds of sight.
 STYLES = (
     ("#000000", "-", "o"),
@@ -25,43 +28,34 @@ STYLES = (
 )
 
 
-def contenders(contest: Contest, rate: str) -> list[Method]:
-    """DDP and its bf16 hook, the peers and ours, as chosen at a rate."""
-    families = [family for family in (*PEERS, PER_STEP, LOCAL) if family.bases[0].kind != "epfml" or has_epfml()]
-    chosen = [contest.chosen(family, rate) for family in families]
-    return [contest.dense, BF16.at(contest.dense.lr), *chosen]
-
-
 def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:
-    """Draw all pictures; the runs must be there."""
+    """Draw all pictures; runs that the bars have not made yet are made."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [over_steps(contest, folder / "comm-loss-steps.png")]
-    drawn += [over_time(contest, rate, folder / f"comm-loss-time-{rate.removesuffix('mbit')}.png") for rate in RATES]
+    figures = {rate: contenders(contest, rate) for rate in RATES}
+    methods = {figure.method.name: figure.method for of_rate in figures.values() for figure in of_rate}
+    lines = [(name, *points(contest, method, 1.0)) for name, method in methods.items() if method.kind != "bf16"]
+    drawn = [picture(lines, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
+    for rate, of_rate in figures.items():
+        short = rate.removesuffix("mbit")
+        timed = [(each.method, each.seconds / 60) for each in of_rate if each.seconds]
+        lines = [(method.name, *points(contest, method, minutes)) for method, minutes in timed]
+        title = f"Held-out loss over time, four hosts at {short} Mbit/s"
+        drawn.append(picture(lines, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
     return drawn
 
 
-def over_steps(contest: Contest, path: Path) -> Path:
-    methods = list(dict.fromkeys(method.name for rate in RATES for method in contenders(contest, rate)))
-    known = {method.name: method for rate in RATES for method in contenders(contest, rate)}
-    lines = [(name, *points(contest, known[name], 1.0)) for name in methods if known[name].kind != "bf16"]
-    return picture(lines, "steps", "Held-out loss over steps", path)
-
-
-def over_time(contest: Contest, rate: str, path: Path) -> Path:
-    lines = []
-    for method in contenders(contest, rate):
-        curve = contest.dense if method.kind == "bf16" else method
-        lines.append((method.name, *points(contest, curve, contest.slow(method, rate)[1] / 60)))
-    short = rate.removesuffix("mbit")
-    return picture(lines, "minutes", f"Held-out loss over time, four hosts at {short} Mbit/s", path, log=True)
+def contenders(contest: Contest, rate: str) -> list[Figure]:
+    """All peers and ours, as chosen at a rate; DDP and its bf16 hook first, so that they keep their colours."""
+    peers = sorted(contest.peers(rate), key=lambda figure: KINDS.index(figure.method.kind))
+    return [*peers, contest.best(PER_STEP, rate), contest.best(LOCAL, rate)]
 
 
 def points(contest: Contest, method: Method, scale: float) -> tuple[Any, Any]:
     """The smoothed curve, the mean over seeds, with `scale` of the axis a step."""
-    seeds = contest.sizes.seeds[: len(contest.shares(method))]
-    curves = [smoothed(contest.curve(method, seed)) for seed in seeds]
-    both = min(len(steps) for steps, _ in curves)
-    return curves[0][0][:both] * scale, sum(losses[:both] for _, losses in curves) / len(curves)
+    learner = contest.dense if method.kind == "bf16" else method
+    seeds = contest.sizes.seeds[: len(contest.shares(learner))]
+    curves = [smoothed(contest.curve(learner, seed)) for seed in seeds]
+    return curves[0][0] * scale, sum(losses for _, losses in curves) / len(curves)
 
 
 def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: Path, *, log: bool = False) -> Path:
