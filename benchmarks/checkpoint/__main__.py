@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import damage, exact, faults, hosts, kills, power, reshard, stall, waste
+from benchmarks.checkpoint import damage, exact, faults, hosts, kills, power, reshard, restore, stall, torchrun, waste
 from benchmarks.harness import Bar, main
 from benchmarks.machine import ROOT
 
 
 def rows(cache: Path) -> list[Bar]:
     """Every bar of the area."""
-    parts = [module.rows(cache) for module in (kills, damage, power, faults, hosts, reshard, exact, stall)]
+    parts = [
+        module.rows(cache) for module in (kills, torchrun, damage, power, faults, hosts, restore, reshard, exact, stall)
+    ]
     return [bar for part in (*parts, waste.rows(), checkpoint.gpu_rows()) for bar in part]
 
 

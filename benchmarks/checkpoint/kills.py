@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,17 +99,12 @@ def forgotten(folder: Path) -> list[Path]:
 KILLS, BATCH = 2000, 25
 
 
-def many(cache: Path | None, kills: int, deadline: Deadline) -> Measured:
-    """Random kills in batches, each of a seed of its own; what was done is kept in the cache."""
-    path = (cache / "kills.json") if cache else None
+def in_batches(path: Path | None, kills: int, batch: Callable[[int], Outcome], deadline: Deadline) -> Measured:
+    """Kills in numbered batches, each of a seed of its own; what was done is kept in a file, and goes on from there."""
     kept = json.loads(path.read_text()) if path and path.exists() else {"kills": 0, "batches": 0, "wrong": []}
     while kept["kills"] < kills:
         deadline.check()
-        draw = random.Random(kept["batches"])
-        under = ("ddp", "fsdp")[kept["batches"] % 2]
-        with TemporaryDirectory() as folder:
-            task = Task(folder=str(Path(folder) / "task"), under=under)
-            outcome = at_random(task, BATCH, 2.0, undisturbed(task), draw)
+        outcome = batch(kept["batches"])
         kept = {
             "kills": kept["kills"] + outcome.kills,
             "batches": kept["batches"] + 1,
@@ -118,6 +113,13 @@ def many(cache: Path | None, kills: int, deadline: Deadline) -> Measured:
         if path:
             path.write_text(json.dumps(kept))
     return Measured(float(len(kept["wrong"])), f"{kept['kills']} kills; {'; '.join(kept['wrong'][:3])}".rstrip("; "))
+
+
+def forked(number: int) -> Outcome:
+    """A batch of random kills, of ranks that are forked."""
+    with TemporaryDirectory() as folder:
+        task = Task(folder=str(Path(folder) / "task"), under=("ddp", "fsdp")[number % 2])
+        return at_random(task, BATCH, 2.0, undisturbed(task), random.Random(number))
 
 
 def everywhere(_: Deadline) -> Measured:
@@ -135,11 +137,18 @@ def everywhere(_: Deadline) -> Measured:
 
 def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
+    kept = cache and cache / "kills.json"
     said = (
         "SIGKILL {where}: runs of two ranks that loaded something torn, went on from before what was said to be safe, "
         "or ended with other bits than the run that was not killed"
     )
     return [
-        Bar("checkpoint.kills", said.format(where="at 2,000 random moments"), "<=", 0, partial(many, cache, KILLS)),
+        Bar(
+            "checkpoint.kills",
+            said.format(where="at 2,000 random moments"),
+            "<=",
+            0,
+            partial(in_batches, kept, KILLS, forked),
+        ),
         Bar("checkpoint.kills-at-points", said.format(where="at every named point (40 at least)"), "<=", 0, everywhere),
     ]

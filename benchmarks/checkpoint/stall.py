@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import AdamW
 
 from benchmarks.checkpoint.trainee import fresh
-from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.staging import Pairs
 from shoestring.core._torch import foreach_copy_
@@ -23,6 +28,9 @@ from shoestring.core.job import Job, compose
 from shoestring.core.world import World
 
 WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state
+Save = Callable[[int], float]
+"""Saves once more, of a number that grows, and says for how many seconds it stopped its caller."""
+Peer = Callable[[Path, Job], AbstractContextManager[Save]]
 
 
 def job_of(folder: Path, *, overlap: bool) -> Job:
@@ -64,44 +72,80 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
     return {"stall": median(stalls), "copy": median(copies), "bytes": nbytes, "saves": float(len(stalls))}
 
 
-def dcp_stall(folder: Path, job: Job) -> float:
-    """Seconds for which torch's `async_save` of the same state holds up its caller; what it does then is waited for."""
-    state = {"model": job.module.state_dict(), "optimizer": job.built_optimizer.state_dict()}
-    began = time.perf_counter()
-    under_way = async_save(state, checkpoint_id=str(fresh(folder)))
-    seconds = time.perf_counter() - began
-    under_way.result()  # pyright: ignore[reportAttributeAccessIssue]
-    return seconds
-
-
-def against_dcp(folder: Path, saves: int = 7) -> tuple[float, float]:
-    """Medians over saves in turns: seconds for which ours and torch DCP's stop training, the same state to one disk."""
+@contextmanager
+def dcp(folder: Path, job: Job) -> Iterator[Save]:
+    """torch's `async_save` of the job's state; what it does after it returns is waited for."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
-    ours, theirs = [], []
+
+    def save(number: int) -> float:
+        state = {"model": job.module.state_dict(), "optimizer": job.built_optimizer.state_dict()}
+        began = time.perf_counter()
+        under_way = async_save(state, checkpoint_id=str(fresh(folder / f"dcp-{number % 2}")))
+        seconds = time.perf_counter() - began
+        under_way.result()  # pyright: ignore[reportAttributeAccessIssue]
+        return seconds
+
     try:
-        with job_of(folder / "ours", overlap=True) as job:
-            batch = (torch.randn(64, WIDTH),)
-            for _ in range(9):
-                job.step(batch)
+        yield save
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def lm_resiliency(folder: Path, job: Job) -> Iterator[Save]:
+    """PyPI's lm-resiliency, as its own hooks call it: to this process's memory, waited for before the next step.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    config: Any = import_module("lm_resiliency").InMemoryCkptConfig
+    manager: Any = import_module("lm_resiliency.checkpointing.manager").InMemoryCheckpointManager(
+        config(disk_flush_interval=0, disk_folder=str(folder / "disk"), run_id="stall", pin_memory=False)
+    )
+    states = job.built_optimizer.state.values()
+    tensors = [*job.module.parameters(), *(each for state in states for each in state.values())]
+
+    def save(number: int) -> float:
+        began = time.perf_counter()
+        manager.save_tensors(tensors, number)
+        manager.maybe_wait()
+        return time.perf_counter() - began
+
+    try:
+        for warming in (1, 2, 3):  # both of its slots are filled once, and their pages are there
+            save(warming)
+        yield save
+    finally:
+        manager.close()
+
+
+def against(peer: Peer, folder: Path, saves: int = 7) -> tuple[float, float]:
+    """Medians over saves in turns: seconds for which ours and a peer's stop training, of the same state."""
+    ours, theirs = [], []
+    with job_of(folder / "ours", overlap=True) as job:
+        batch = (torch.randn(64, WIDTH),)
+        for _ in range(9):
+            job.step(batch)
+        with peer(folder, job) as save:
             for number in range(saves):
                 stall = job.trace.facts["checkpoint_stall"]
                 for _ in range(3):
                     job.step(batch)
                 ours.append(job.trace.facts["checkpoint_stall"] - stall)
                 time.sleep(0.1)
-                theirs.append(dcp_stall(folder / f"dcp-{number % 2}", job))
-    finally:
-        dist.destroy_process_group()
+                theirs.append(save(4 + number))
     return median(ours), median(theirs)
 
 
 def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
 
-    def dcp(_: Deadline) -> Measured:
+    def turns(_: Deadline, peer: Peer, package: str) -> Measured | NotRun:
+        if find_spec(package) is None:
+            return NotRun(f"{package} is not installed")
         with TemporaryDirectory(dir="/dev/shm") as folder:
-            ours, theirs = against_dcp(Path(folder))
-        return Measured(ours / theirs, f"{1e3 * ours:.1f} ms, and {1e3 * theirs:.1f} ms for torch's async_save")
+            ours, theirs = against(peer, Path(folder))
+        return Measured(ours / theirs, f"{1e3 * ours:.1f} ms, and {1e3 * theirs:.1f} ms for the other")
 
     def stall(_: Deadline, *, overlap: bool) -> Measured:
         with TemporaryDirectory(dir="/dev/shm") as folder:
@@ -113,9 +157,24 @@ def rows(cache: Path | None = None) -> list[Bar]:
         return Measured(found["stall"] / found["copy"], told)
 
     what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
-    against = "time for which a save stops training, over that of torch DCP's async_save of the same state"
+    over = "time for which a save stops training, over that of {peer} of the same state, in turns in one run"
     return [
-        Bar("checkpoint.stall-dcp", against, "<=", 1.0, dcp, baseline="torch.distributed.checkpoint.async_save"),
+        Bar(
+            "checkpoint.stall-dcp",
+            over.format(peer="torch DCP's async_save"),
+            "<=",
+            1.0,
+            partial(turns, peer=dcp, package="torch"),
+            baseline="torch.distributed.checkpoint.async_save",
+        ),
+        Bar(
+            "checkpoint.stall-lm-resiliency",
+            over.format(peer="lm-resiliency's save to memory"),
+            "<=",
+            1.0,
+            partial(turns, peer=lm_resiliency, package="lm_resiliency"),
+            baseline="lm-resiliency 0.2.0",
+        ),
         Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
         Bar("checkpoint.stall-plain", f"{what}; copied at once", "<=", 1.25, partial(stall, overlap=False)),
     ]

@@ -9,10 +9,11 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import AdamW
 
 from shoestring.checkpoint import Tiered, attached
@@ -36,6 +38,7 @@ from shoestring.parallel import DDP, FSDP
 from shoestring.testing import jobs
 
 PATIENCE = 60.0  # seconds for one start of a run
+ROW = 1024  # weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class Task:
     """Ranks of a host."""
     steps: int = 12
     under: str = "ddp"
+    mass: int = 0
+    """Bytes of state that each rank holds besides that of the tiny model, rounded up to some kilobytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     victim: int = -1
     point: str = ""
@@ -107,15 +112,45 @@ class KillingTrace(Trace):
         self.killer.reach(f"after {name}")
 
 
+class Massive(nn.Module):
+    """The tiny model, and weights beside it that every step changes all of."""
+
+    def __init__(self, weights: int) -> None:
+        super().__init__()
+        self.tiny = jobs.tiny(0.1)
+        self.mass = nn.Parameter(torch.linspace(0.5, 1.5, -(-weights // ROW) * ROW).view(-1, ROW))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.tiny(tokens) * self.mass.square().mean()
+
+
 def work(text: str, rank: int) -> None:
-    """One rank of a task: train to the end, or to its own; what is said lands in the task's folder."""
+    """One rank of a task that is forked."""
     task = Task(**json.loads(text))
+    os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
+    meeting = task.place / f"meeting-{task.start}"
+    train(task, rank, partial(dist.init_process_group, "gloo", init_method=f"file://{meeting}", world_size=task.ranks))
+
+
+def under_torchrun(text: str) -> None:
+    """One rank of a task that torchrun starts."""
+    rank = int(os.environ["RANK"])
+    task = replace(Task(**json.loads(text)), start=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    say(task, rank, "pids", json.dumps([task.start, os.getpid()]))
+    os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
+    train(task, rank, partial(dist.init_process_group, "gloo"))
+
+
+def train(task: Task, rank: int, meet: Callable[..., None]) -> None:
+    """Train to the end, or to this rank's own; what is said lands in the task's folder.
+
+    Args:
+        meet: makes the process group, of this `rank`.
+    """
     with (task.place / f"said-{rank}.txt").open("ab") as said:
         os.dup2(said.fileno(), 2)
-    os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
     torch.set_num_threads(1)
-    meeting = task.place / f"meeting-{task.start}"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=task.ranks)
+    meet(rank=rank)
     mine = rank == task.victim
     killer = Killer(task.point if mine else "", task.count)
     attached.Engine = partial(Engine, files=killer)  # pyright: ignore[reportPrivateImportUsage]
@@ -127,7 +162,7 @@ def work(text: str, rank: int) -> None:
         for number in range(job.progress.step, task.steps):
             world = job.world
             job.step(jobs.batch(number, world.rank, world.size))
-            say(task, rank, "safe", json.dumps([job.progress.step, max(safe_steps(job))]))
+            say(task, rank, "safe", json.dumps([job.progress.step, max(safe_steps(job)), task.start]))
         (task.place / f"end-{rank}.json").write_text(json.dumps([digest(job), sorted(killer.passed)]))
     dist.barrier()
     dist.destroy_process_group()
@@ -137,10 +172,11 @@ def job_of(task: Task, trace: Trace) -> Job:
     """The tiny task of the conformance suite with dropout, and PowerSGD's residuals where ranks are replicas."""
     world = World.current()
     features: list[Feature] = [FSDP()] if task.under == "fsdp" else [DDP(), PowerSGD(rank=1, parts=1)]
-    settings: dict[str, Any] = {"memory_every": 1, "peers_every": 2, "disk_every": 4} | dict(task.settings)
-    features.append(Tiered(folder=str(task.place / "saves"), memory=str(task.place / "memory"), **settings))
+    settings: dict[str, Any] = {"memory_every": 1, "peers_every": 2, "disk_every": 4}
+    settings |= {"folder": str(task.place / "saves"), "memory": str(task.place / "memory")}
+    features.append(Tiered(**settings | dict(task.settings)))
     job = Job(
-        jobs.tiny(0.1),
+        Massive(weights_of(task)) if task.mass else jobs.tiny(0.1),
         optimizer=partial(AdamW, lr=1e-2),
         progress=Progress(total=task.steps),
         world=world,
@@ -149,6 +185,12 @@ def job_of(task: Task, trace: Trace) -> Job:
     compose(job, features)
     torch.manual_seed(1000 + world.rank)
     return job
+
+
+def weights_of(task: Task) -> int:
+    """How many weights the mass is: with AdamW's moments a rank holds its share, or all and PowerSGD's residual."""
+    each = 4 * (3 / task.ranks if task.under == "fsdp" else 4)
+    return int(task.mass / each)
 
 
 def safe_steps(job: Job) -> list[int]:
@@ -273,3 +315,7 @@ def fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+if __name__ == "__main__":
+    under_torchrun(sys.argv[1])

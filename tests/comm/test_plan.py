@@ -30,7 +30,7 @@ from shoestring.comm.rehearsal import rehearse
 from shoestring.comm.selective import Selective
 from shoestring.core.cluster import Cluster, Collective
 from shoestring.core.errors import ConfigError
-from shoestring.core.simulate import makespan
+from shoestring.core.plan import makespan
 from shoestring.core.trace import Trace
 from shoestring.run import load
 from shoestring.testing import FeatureSuite

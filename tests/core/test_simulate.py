@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.core.simulate import Task, makespan, simulate
+from shoestring.core.plan import Task, makespan, simulate
 
 RESOURCES = ("compute", "wire", "copy")
 

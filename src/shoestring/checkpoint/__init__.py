@@ -82,6 +82,8 @@ class Tiered(Feature):
     """Copy weights and optimizer state beside the next step; false where anything but the optimizer changes them."""
     keep: int = 2
     """How many of the newest saves on disk to keep."""
+    budget: float = 0.0
+    """GB of this host's memory that slots may take, a level that needs more being off; 0 finds out what is free."""
     deadline: float = 0.0
     """Seconds from a signal to the end of this machine: a save to disk that takes longer goes to peers; 0: no end."""
     folder: str = "checkpoints"
@@ -94,6 +96,10 @@ class Tiered(Feature):
     def check(self, job: Job) -> None:
         if any(isinstance(each, Plain) for each in job.features):
             raise ConfigError(f"`{self.name}` and `checkpoint.plain` both save", hint="remove one of the tables")
+        self.validate(job.world.hosts)
+
+    def validate(self, hosts: int) -> None:
+        """Raise ConfigError where a setting is out of its range, or does not do for so many hosts."""
         for key in ("memory_every", "peers_every", "disk_every"):
             value = getattr(self, key)
             if value != "auto" and not (isinstance(value, int) and value >= 0):
@@ -102,10 +108,14 @@ class Tiered(Feature):
             if getattr(self, key) < least:
                 raise ConfigError(f"`{self.name}.{key}` must be at least {least}, got {getattr(self, key)}")
 
-        if self.slots < 3 and job.world.hosts > 1 and self.peers != "off" and self.peers_every:
+        for key in ("budget", "deadline"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(f"`{self.name}.{key}` must not be negative, got {getattr(self, key)}")
+
+        if self.slots < 3 and hosts > 1 and self.peers != "off" and self.peers_every:
             raise ConfigError(
                 f"`{self.name}.slots` must be at least 3 where other hosts keep copies, got {self.slots}",
-                hint="one is what the others have, one the newest, one is filled; or set peers_every = 0",
+                hint="one is what the others have, one the newest, one is filled; set slots = 3, or peers_every = 0",
             )
 
     def apply(self, job: Job, seam: Seam) -> None:
@@ -114,9 +124,9 @@ class Tiered(Feature):
         install(job, self)
 
     def explain(self, job: Job) -> str:
-        from shoestring.checkpoint.attached import survives
+        from shoestring.checkpoint.schedule import Schedule
 
-        return survives(self, job.world.hosts)
+        return Schedule(self, job.world.hosts).survives()
 
     def saving(self, trace: Trace) -> Saving | None:
         steps = trace.facts.get("steps", 0.0)

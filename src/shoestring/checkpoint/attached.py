@@ -61,22 +61,6 @@ def slots_folder(settings: Tiered, world: World) -> Path:
     return Path(settings.memory) / f"shoestring-{os.getuid()}" / run / f"host-{world.rank // world.local_size}"
 
 
-def survives(settings: Tiered, hosts: int) -> str:
-    """What the run will survive, in a line."""
-
-    def every(value: int | str) -> str:
-        return "as often as pays" if value == "auto" else f"every {value} steps"
-
-    said = []
-    if settings.memory_every:
-        said.append(f"a killed process: yes, from memory, saved {every(settings.memory_every)}")
-    if hosts > 1 and settings.peers != "off" and settings.peers_every:
-        how = "by copies on others" if settings.peers == "copy" else f"by parity over sets of {settings.set_size}"
-        said.append(f"one host of {hosts} lost: yes, {how}, {every(settings.peers_every)}")
-    disk = every(settings.disk_every) + " and at the end" if settings.disk_every else "at the end and on a signal"
-    return "; ".join([*said, f"to disk {disk}"])
-
-
 def addresses(owners: Iterable[object]) -> set[int]:
     """Where the tensors lie that only an optimizer's step changes: parameters and optimizer state."""
     return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
@@ -102,6 +86,7 @@ class Attached:
 
     def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
         self.progress, world = Progress(), World.current()
+        settings.validate(world.hosts)
         self._hooks: list[Callable[[], None]] = []
         kept = {name: Kept(each, "shard", None) for name, each in state.items()}
         kept |= {name: Kept(each, "own", None) for name, each in own.items()}

@@ -18,6 +18,7 @@ from shoestring.core._torch import name_groups_from, timeout_of
 from shoestring.core.world import World
 
 PIECE = 4 << 20  # bytes of one message
+HEAD = 1 << 10  # bytes that travel with the length of what is gathered
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,20 @@ class Circle:
             dist.destroy_process_group(self.group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank."""
+        """The bytes of every rank, on every rank; where all are short, in one round."""
         if self.group is None:
             return [data]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
-        longest = max(1, *(int(length) for length in lengths))
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        heads = self._gathered(len(data).to_bytes(8, "little") + data[:HEAD], 8 + HEAD)
+        lengths = [int.from_bytes(each[:8], "little") for each in heads]
+        if (longest := max(lengths)) <= HEAD:
+            return [each[8 : 8 + length] for each, length in zip(heads, lengths, strict=True)]
+        return [each[:length] for each, length in zip(self._gathered(data, longest), lengths, strict=True)]
+
+    def _gathered(self, data: bytes, width: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(theirs, mine, group=self.group)
-        return [each[: int(length)].numpy().tobytes() for each, length in zip(theirs, lengths, strict=True)]
+        return [each.numpy().tobytes() for each in theirs]
 
     def tell(self, value: object) -> list:
         """A JSON value of every rank, on every rank."""

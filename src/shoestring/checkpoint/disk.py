@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoestring.checkpoint.files import Files
@@ -20,6 +21,7 @@ log = logging.getLogger("shoestring")
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # a hint for people; what is there is found by looking
+MARK = ".loading-"  # of the generation that is being loaded; see `attempts`
 
 
 @dataclass
@@ -35,10 +37,10 @@ class Disk:
         return self.folder / f".{generation.name}.tmp"
 
     def write(self, generation: Generation, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Write some of a generation's parts, and make them durable.
+        """Write some of a generation's parts, make them durable, and read them back: older saves are deleted for them.
 
         Raises:
-            OSError: as `Files.write`.
+            OSError: as `Files.write`; or what was written is not what is there.
         """
         aside = self.aside(generation)
         self.files.folder(aside)
@@ -46,6 +48,7 @@ class Disk:
         for name, data in parts.items():
             entries[name] = Entry(f"{name}.safetensors", len(data), tuple(sums(data)))
             self.files.write(aside / entries[name].file, data)
+            self.files.reread(aside / entries[name].file, entries[name].sums)
         self.files.sync(aside)
         return entries
 
@@ -53,10 +56,12 @@ class Disk:
         """Make what was written valid: the manifest last, then the folder's name.
 
         Raises:
-            OSError: as `Files.write`; what has its final name by then may be found, and is whole.
+            OSError: as `write`; what has its final name by then may be found, and is whole.
         """
         aside, final = self.aside(record.generation), self.folder / record.generation.name
-        self.files.replace(aside / MANIFEST, record.dumps())
+        data = record.dumps()
+        self.files.replace(aside / MANIFEST, data)
+        self.files.reread(aside / MANIFEST, sums(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
         self.files.rename(aside, final)
         self.files.sync(self.folder)
         self._root()
@@ -89,8 +94,9 @@ class Disk:
         """Remove what saves that were cut short have left; for when no other one is under way."""
         for path in self.folder.glob(".step-*.tmp"):
             self.files.remove(path)
-        for path in (*self.folder.glob(f".{LATEST}.*.tmp"), *self.folder.glob(".shared-*")):
-            self.files.unlink(path)
+        for pattern in (f".{LATEST}.*.tmp", ".shared-*", f"{MARK}*"):
+            for path in self.folder.glob(pattern):
+                self.files.unlink(path)
         for path in self.folder.glob("step-*"):
             if path.is_dir() and not (path / MANIFEST).exists():
                 self.files.remove(path)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
+from shoestring.checkpoint.part import CHUNK
 from shoestring.core.files import sync_folder
 
 PIECE = 8 << 20  # bytes that one write is of
@@ -62,6 +65,20 @@ class Files:
             done = os.pwrite(descriptor, view, at)
             view, at = view[done:], at + done
 
+    def reread(self, path: Path, sums: Sequence[int]) -> None:
+        """Read a synced file back, from the device where it has one, and compare its chunks with their checksums.
+
+        Raises:
+            OSError: it holds something else, or cannot be read.
+        """
+        self.before("read", path)
+        with path.open("rb") as file, naming(path):
+            _forget(file.fileno())  # or it would be read from memory
+            for each in sums:
+                if zlib.crc32(file.read(CHUNK)) != each:
+                    raise OSError(errno.EIO, "it holds other bytes than were written", str(path))
+            _forget(file.fileno())
+
     def rename(self, source: Path, target: Path) -> None:
         """Atomic; replaces a file, not a folder that holds something."""
         self.before("rename", source, target)
@@ -95,6 +112,11 @@ class Files:
         """Remove a folder with all that is in it; what cannot be removed stays."""
         self.before("remove", folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget(descriptor: int) -> None:
+    """Drop what the system keeps of a file in memory, where it can."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

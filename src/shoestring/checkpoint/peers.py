@@ -22,6 +22,7 @@ from shoestring.checkpoint.slots import Slot
 
 PARITY = "parity"
 _WORD = 8  # bytes that are XORed at once
+_STRIDE = PIECE // 2  # bytes of a segment that are rebuilt at once; a rebuild takes two strides longer than its bytes
 
 
 def partner(host: int, hosts: int) -> int:
@@ -150,34 +151,38 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
         Whether, on the builder, what came out is what the lost rank had.
 
     Each holder k XORs its parity with the others' segments for it, which leaves the lost rank's segment for k; the
-    builder collects those. No rank sends or receives more than about one part.
+    builder collects those. No rank sends or receives more than about one part, and none waits for another's end: a
+    piece that is ready goes to the builder beside the exchange of the next one.
     """
     others = [rank for rank in how.of.ranks if rank != how.lost]
-    segments = {rank: parities[rank].clone() for rank in others if how.holders[rank] == circle.rank}
-    for start in range(0, how.of.segment, PIECE):
-        sends, receives = [], []
+    mine = [rank for rank in others if how.holders[rank] == circle.rank]
+    builds = circle.rank == how.builder
+    ready = {keeper: parities[keeper][:0] for keeper in mine}  # of the stride before
+    for start in range(0, how.of.segment + _STRIDE, _STRIDE):
+        pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in mine}
+        sends, receives, arriving = [], [], []
         for keeper in others:
             for other in others:
                 if other == keeper:
                     continue
                 low, high = how.of.span(other, keeper)
-                width = max(0, min(high - low - start, PIECE))
+                width = max(0, min(high - low - start, _STRIDE))
                 if how.holders[other] == circle.rank:
                     sends.append((how.holders[keeper], parts[other][low + start : low + start + width]))
-                if how.holders[keeper] == circle.rank:
+                if keeper in mine:
                     buffer = torch.empty(width, dtype=torch.uint8)
-                    receives.append((how.holders[other], buffer, segments[keeper][start : start + width]))
-        circle.swap(sends, [(rank, buffer) for rank, buffer, _ in receives])
-        for _, buffer, target in receives:
+                    receives.append((how.holders[other], buffer))
+                    arriving.append((buffer, pieces[keeper][:width]))
+            low, high = how.of.span(how.lost, keeper)
+            first, stop = (min(at, high - low) for at in (max(0, start - _STRIDE), start))
+            if keeper in mine:
+                sends.append((how.builder, ready[keeper][: stop - first]))
+            if builds:
+                receives.append((how.holders[keeper], into[low + first : low + stop]))
+        circle.swap(sends, receives)
+        for buffer, target in arriving:
             xor_(target, buffer)
-    spans = {keeper: how.of.span(how.lost, keeper) for keeper in others}
-    sends = [
-        (how.builder, segments[keeper][: spans[keeper][1] - spans[keeper][0]])
-        for keeper in others
-        if keeper in segments
-    ]
-    builds = circle.rank == how.builder
-    circle.swap(sends, [(how.holders[keeper], into[slice(*spans[keeper])]) for keeper in others] if builds else [])
+        ready = pieces
     return not builds or _mark(into) == how.of.marks[how.of.ranks.index(how.lost)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ class Saver:
         # Saves of later steps are damaged ones or of a future that the run went back from; "auto" must not take them.
         later = [other for other in saves(self.folder) if other.name > path.name]
         earlier = [other for other in saves(self.folder) if other.name < path.name]
-        for other in (*later, *earlier[self.keep - 1 :], *self.folder.glob(".step-*.tmp")):
-            other.unlink(missing_ok=True)
+        with suppress(OSError):
+            for other in (*later, *earlier[self.keep - 1 :], *self.folder.glob(".step-*.tmp")):
+                other.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,12 @@ class Loader:
 
 
 def saves(folder: Path) -> list[Path]:
-    """The saves in a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
+    """The saves in a folder, newest first; none, and a warning, where it cannot be read."""
+    try:
+        return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
+    except OSError as error:
+        log.warning("cannot look for saves in `%s`: %s", folder, error.strerror or error)
+        return []
 
 
 def _named(path: Path) -> list[Path]:

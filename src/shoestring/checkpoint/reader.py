@@ -89,6 +89,7 @@ class Reader:
     abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
     _plan: dict[str, list[Read]] = field(default_factory=dict)
     _asked: list[dict[str, list[Any]]] = field(default_factory=list)
+    _told: list[Any] = field(default_factory=list)
 
     @property
     def host(self) -> int:
@@ -110,14 +111,28 @@ class Reader:
                 damaged.append(list(offer.key))
         if any(bad := self.circle.tell(damaged)):
             return {(host, path) for each in bad for host, path in each}
-        for index, about, pieces in sorted(
-            (each for listed in self.circle.tell(told) for each in listed), key=lambda each: self._distance(each[0])
-        ):
+        self._told = [each for listed in self.circle.tell(told) for each in listed]
+        return set()
+
+    def sort(self) -> None:
+        """Sort the pieces that were told of by their tensors.
+
+        Raises:
+            CheckpointError: on all ranks: two of them are of different tensors under one name.
+        """
+        of: dict[str, int] = {}
+        for index, about, pieces in sorted(self._told, key=lambda each: self._distance(each[0])):
             self.abouts.setdefault(self.offers[index].part, about)
             for number, (tensor, shape, offset, extent, dtype) in enumerate(pieces):
-                self.kinds[tensor] = getattr(torch, dtype), tuple(shape)
+                kind = getattr(torch, dtype), tuple(shape)
+                if self.kinds.setdefault(tensor, kind) != kind:
+                    one, other = (
+                        f"{k} {s} in `{self.offers[i].path}`"
+                        for (k, s), i in ((self.kinds[tensor], of[tensor]), (kind, index))
+                    )
+                    raise CheckpointError(f"`{tensor}` is {one} and {other}")
+                of.setdefault(tensor, index)
                 self.pieces.setdefault(tensor, []).append((Box(tuple(offset), tuple(extent)), (index, number)))
-        return set()
 
     def _server(self, index: int) -> int:
         """The rank that reads an offer for others."""

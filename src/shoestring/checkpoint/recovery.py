@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Recovery:
     """Offers that turned out to be damaged."""
     reason: str = ""
     """Why the last attempt failed."""
+    unseen: str = ""
+    """Why some rank could not look for offers; the same on all once they are told."""
 
     @property
     def host(self) -> int:
@@ -73,11 +75,12 @@ class Recovery:
         """What all hosts have; the first rank of each looks."""
         mine: list[Any] = []
         if self.world.local_rank == 0:
-            places = [(MEMORY, path.parent, record) for path, record in seals_under(memory)] if memory else []
-            places += [(DISK, path, record) for path, record in manifests(disk)] if disk else []
-            mine = [[level, str(path), record.dumps().decode()] for level, path, record in places]
+            mine += self._seen(MEMORY, memory, lambda root: ((path.parent, each) for path, each in seals_under(root)))
+            mine += self._seen(DISK, disk, manifests)
+        every = self.circle.tell([mine, self.unseen])
+        self.unseen = next((unseen for _, unseen in every if unseen), "")
         found = []
-        for rank, told in enumerate(self.circle.tell(mine)):
+        for rank, (told, _) in enumerate(every):
             for level, folder, text in told:
                 record = Record.loads(text.encode(), folder)
                 notes = tuple(record.notes.items())
@@ -86,6 +89,15 @@ class Recovery:
                     host = rank // self.world.local_size
                     found.append(Offer(record.generation, host, level, path, name, entry, notes))
         return found
+
+    def _seen(self, level: str, root: Path | None, look: Callable[[Path], Iterable[tuple[Path, Record]]]) -> list[Any]:
+        """[level, folder, record] of what is found below `root`; nothing where that fails, as if it were damaged."""
+        try:
+            return [[level, str(path), each.dumps().decode()] for path, each in look(root)] if root else []
+        except OSError as error:
+            self.unseen = f"cannot look for saves in `{root}`: {error.strerror or error}"
+            log.warning("%s", self.unseen)
+            return []
 
     def choices(self, offers: Iterable[Offer]) -> Iterator[Choice]:
         """The generations of which every rank's private part can be had, newest first."""
@@ -137,20 +149,25 @@ class Recovery:
             return None
         wanted, reads, reason = None, {}, ""
         try:
+            reader.sort()
             wanted = Wanted(self.kept, self.world, choice.generation, reader)
             reads = wanted.reads()
         except (CheckpointError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
         if reason := next(filter(None, self.circle.tell(reason)), ""):
-            self.reason = reason
-            log.warning("skipping the save of step %s: %s", choice.generation.step, reason)
-            self.bad |= {offer.key for offer in offers}
+            self.give_up(replace(choice, offers=tuple(offers)), reason)
             return None
         assert wanted is not None
         if damaged := reader.verify(reads):
             self.bad |= damaged
             return None
         return wanted
+
+    def give_up(self, choice: Choice, reason: str) -> None:
+        """Take none of a choice's offers."""
+        self.reason = f"step {choice.generation.step}: {reason}"
+        log.warning("skipping the save of %s", self.reason)
+        self.bad |= {offer.key for offer in choice.offers}
 
     def _rebuilt(self, choice: Choice, how: peers.Rebuild, slot: Callable[[int], Slot]) -> list[Offer]:
         """Rebuild a part in a slot of the builder, which then offers it."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from shoestring.checkpoint.disk import MANIFEST
+from shoestring.checkpoint.attempts import MOST, Attempts
+from shoestring.checkpoint.disk import MANIFEST, MARK
 from shoestring.checkpoint.generation import Generation
 from shoestring.checkpoint.plain import Loader
 from shoestring.checkpoint.reader import MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
-from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.tiered import REBUILT, Engine
 from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")
@@ -32,18 +34,32 @@ def resume(engine: Engine, where: str) -> int | None:
     """
     auto = where == "auto"
     memory = engine.folder.parent if auto else None
-    disk = Path(engine.settings.folder) if auto else _folder(Path(where))
+    disk, only = (Path(engine.settings.folder), None) if auto else engine.world.agree(lambda: _named(Path(where)))
     recovery = Recovery(engine.kept, engine.world, engine.circle)
+    world = engine.world
+    writes = world.rank // world.local_size if world.local_rank == 0 else None
+    attempts = Attempts(engine.circle, engine.files, disk if auto else None, writes)
     offers = recovery.offers(memory, disk)
-    if not auto and (Path(where) / MANIFEST).exists():
-        offers = [offer for offer in offers if Path(offer.path).parent == Path(where)]
+    attempts.look()
+    if only:
+        offers = [offer for offer in offers if Path(offer.path).parent == only]
     starts = [offer.generation.start for offer in offers]
     while (choice := next(recovery.choices(offers), None)) is not None:
-        wanted = recovery.attempt(choice, lambda lost: Slot(engine.folder / f"rebuilt-{lost}", engine.files))
+        if attempts.exhausted(choice.generation):
+            recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
+            continue
+        with attempts.counted(choice.generation):
+            wanted = recovery.attempt(choice, lambda lost: Slot(engine.folder / f"{REBUILT}{lost}", engine.files))
+            if wanted is not None:
+                load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
         if wanted is not None:
-            load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
             _go_on(engine, choice, max(starts) + 1, auto)
             return choice.generation.step
+    if recovery.unseen:
+        raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
+    if any(attempts.exhausted(offer.generation) for offer in offers):
+        hint = f"remove `{disk / MARK}*` to try again"
+        raise CheckpointError(f"no save in `{disk}` can be read: {recovery.reason}", hint=hint)
     if offers and all(offer.level == MEMORY for offer in offers):  # a first save that was cut short, or hosts are lost
         log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
     elif offers:
@@ -52,11 +68,14 @@ def resume(engine: Engine, where: str) -> int | None:
     return _old(engine, where)
 
 
-def _folder(path: Path) -> Path:
-    """The folder of generations that a path means."""
-    if (path / MANIFEST).exists():
-        return path.parent
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+def _named(path: Path) -> tuple[Path, Path | None]:
+    """The folder of generations that a path means, and that of the one generation if it means one."""
+    try:
+        if (path / MANIFEST).exists():
+            return path.parent, path
+        return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+    except OSError as error:
+        raise CheckpointError(f"cannot look for saves in `{path}`: {error.strerror}") from error
 
 
 def load(engine: Engine, wanted: Wanted, source: str) -> None:
@@ -91,12 +110,10 @@ def _ended(offers: tuple[Offer, ...]) -> bool:
 
 def _forget(engine: Engine, restored: Generation) -> None:
     """Remove what is of other generations in the slots of hosts that had another number."""
-    for path, record in seals_under(engine.folder.parent):
-        if path.parent != engine.folder and record.generation != restored:
-            stem = path.name.removesuffix(SEAL)
-            engine.files.unlink(path)
-            for each in path.parent.glob(f"{stem}.*"):
-                each.unlink(missing_ok=True)
+    with suppress(OSError):
+        for path, record in seals_under(engine.folder.parent):
+            if path.parent != engine.folder and record.generation != restored:
+                Slot(path.with_name(path.name.removesuffix(SEAL)), engine.files).close()
 
 
 def forget_all(memory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,10 +26,11 @@ _RECENT = 0.2  # weight of the newest measurement
 class Schedule:
     """Steps between saves, the same on all ranks: numbers from the run file, or planned from costs that are agreed."""
 
-    def __init__(self, settings: Tiered, has_peers: bool) -> None:
+    def __init__(self, settings: Tiered, hosts: int) -> None:
         wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
-        self.has_peers = has_peers
-        if not has_peers:
+        self.settings, self.hosts = settings, hosts
+        self.has_peers = hosts > 1 and settings.peers != "off"
+        if not self.has_peers:
             wishes[PEERS] = 0
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
@@ -39,6 +41,7 @@ class Schedule:
         self._step = {False: 0.0, True: 0.0}  # seconds of a step, without and with a save beside it
         self._newest = 0.0
         self._observed = 0
+        self._said: dict[str, int] = {}  # steps between saves, as the user was last told
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -94,11 +97,18 @@ class Schedule:
 
     def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
         on = [level for level in LEVELS if self.steps[level] or level in self.auto]
-        cost = {level: slowdown * seconds[level] + (stall if level == MEMORY else 0.0) for level in on}
+        cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
         return [
             Level(level, cost[level], seconds[level], self.rates[_CLASSES[level]], _RESTART + seconds[level])
             for level in on
         ]
+
+    def drop(self, *levels: str) -> None:
+        """Save at these no more; on all ranks at once."""
+        self.steps |= dict.fromkeys(levels, 0)
+        self.auto = [level for level in self.auto if level not in levels]
+        self.has_peers = self.has_peers and PEERS not in levels
+        self._late -= {*levels}
 
     def failed(self, level: str) -> None:
         """The run goes on from this level: a failure that no level below it recovers from."""
@@ -109,6 +119,42 @@ class Schedule:
         """What this run has survived so far, over all its starts."""
         seen = sum(a for a, _ in self.rates.state_dict().values())
         return round(seen - sum(prior.a for prior in PRIORS.values()))
+
+    # -- what is said -------------------------------------------------------------------------------------------------
+
+    def news(self) -> str:
+        """What the run will survive, if that is news: all levels have been measured, or one changed twofold."""
+        measured = self._step[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
+        if not measured or not any(map(self._changed, self.auto)):
+            return ""
+        self._said = dict(self.steps)
+        return self.survives()
+
+    def _changed(self, level: str) -> bool:
+        steps, said = self.steps[level], self._said.get(level, -1)
+        return steps != said and not (said > 0 and said < 2 * steps < 4 * said)
+
+    def survives(self) -> str:
+        """What the run will survive, in a line; at what price in steps where that is known."""
+        said = []
+        if self.steps[MEMORY]:
+            said.append(f"a killed process: yes, from memory, {self._often(MEMORY)}")
+        if self.steps[PEERS]:
+            copies = self.settings.peers == "copy"
+            how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
+            said.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
+        if self.steps[DISK]:
+            return "; ".join([*said, f"all of it lost: yes, from disk, {self._often(DISK)}"])
+        return "; ".join([*said, "to disk at the end and on a signal"])
+
+    def _often(self, level: str) -> str:
+        """What a failure costs: the steps since a save, and those beside which that one was still on its way."""
+        if level not in self.auto:
+            return f"saved every {self.steps[level]} steps"
+        if not self._said:
+            return "saved as often as pays"
+        most = self.steps[level] + math.ceil(self._seconds[level] / self._step[False])
+        return f"at most {most} step{'s' * (most > 1)} repeated"
 
     # -- what survives ------------------------------------------------------------------------------------------------
 

@@ -121,13 +121,14 @@ class Slot:
         """The bytes of the parts of these kinds that are in it, by their names."""
         return {name: data for name, data in self._parts.items() if name.partition("-")[0] in kinds}
 
-    def close(self) -> None:
-        """Remove its files."""
+    def close(self, reason: str = "") -> None:
+        """Remove its files, an earlier process's too; with a reason, this process's own memory is used from now on."""
         self.begin()
-        for key in list(self._rooms):
-            with suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
+        with suppress(OSError):
+            for path in self.stem.parent.glob(f"{self.stem.name}.*"):
+                path.unlink(missing_ok=True)
         self._rooms.clear()
+        self._no_room = self._no_room or reason
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:

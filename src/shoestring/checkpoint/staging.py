@@ -78,21 +78,29 @@ class Stager:
     _stream: Any = None
     _event: Any = None
 
-    def start(self, kept: Mapping[str, Kept], slot: Slot, about: Mapping[str, Any]) -> int:
-        """Begin to fill a slot with everything kept; its bytes.
+    def drafts(self, kept: Mapping[str, Kept], about: Mapping[str, Any]) -> dict[str, Draft]:
+        """The parts that everything kept makes, by their names.
 
         Raises:
-            CheckpointError: the slot does not fit into memory, or something kept cannot be saved.
+            CheckpointError: something kept cannot be saved.
         """
-        found = content(kept, self.world)
-        drafts = self._drafts(found, about)
+        found, rank = content(kept, self.world), self.world.rank
+        pieces = divided(found.leaves, rank, self.world.local_size)
+        extra = {PRIVATE: found.about}
+        return {
+            f"{kind}-{rank}": Draft.of(pieces[kind], {**about, **extra.get(kind, {})})
+            for kind in KINDS
+            if pieces[kind] or kind == PRIVATE
+        }
+
+    def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
+        """Begin to fill a slot."""
         slot.begin()
         now, later = self._pairs(drafts, slot)
         self._copy(now)
         self._hurry.clear()
         if later:
             self._later(later, sum(target.nbytes for target, _ in later))
-        return sum(draft.nbytes for draft in drafts.values())
 
     def finish(self) -> None:
         """Wait until nothing is copied any more; on a GPU, make its next work wait."""
@@ -111,18 +119,13 @@ class Stager:
     def close(self) -> None:
         self._hurry.set()
         self._pool.shutdown()
+        self.unpin()
+
+    def unpin(self) -> None:
+        """Let go of the memory of slots; for when nothing is on its way to them."""
         for room in self._pinned.values():
             _cudart().cudaHostUnregister(room.data_ptr())
-
-    def _drafts(self, found: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
-        rank, local = self.world.rank, self.world.local_size
-        pieces = divided(found.leaves, rank, local)
-        extra = {PRIVATE: found.about}
-        return {
-            f"{kind}-{rank}": Draft.of(pieces[kind], {**about, **extra.get(kind, {})})
-            for kind in KINDS
-            if pieces[kind] or kind == PRIVATE
-        }
+        self._pinned.clear()
 
     def _pairs(self, drafts: Mapping[str, Draft], slot: Slot) -> tuple[Pairs, Pairs]:
         """What to copy at once, and what beside the next pass; headers are written right away."""

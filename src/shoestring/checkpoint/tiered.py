@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoestring.checkpoint import Tiered, peers
+from torch import Tensor
+
+from shoestring.checkpoint import Tiered, budget, peers
 from shoestring.checkpoint.circle import Circle, Pending
 from shoestring.checkpoint.disk import Disk, manifests
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.checkpoint.layout import PRIVATE, REST, SHARE
 from shoestring.checkpoint.schedule import DISK, MEMORY, PEERS, Schedule
-from shoestring.checkpoint.slots import Slot, oldest
+from shoestring.checkpoint.slots import SEAL, Slot, oldest
 from shoestring.checkpoint.staging import Stager
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
@@ -33,6 +35,9 @@ from shoestring.core.trace import span
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
+
+REBUILT = "rebuilt-"
+"""Begins the names of slots with parts of lost ranks, which are needed until the next save."""
 
 
 @dataclass(eq=False)
@@ -50,8 +55,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.circle, self.aside = Circle.of(self.world), Circle.of(self.world)  # of the training thread, and the other
-        local, many = self.world.local_rank, self.world.hosts > 1
-        self.schedule = Schedule(self.settings, many and self.settings.peers != "off")
+        local = self.world.local_rank
+        self.schedule = Schedule(self.settings, self.world.hosts)
         self.own = [Slot(self.folder / f"own-{local}-{index}", self.files) for index in range(self.settings.slots)]
         self.held = [Slot(self.folder / f"held-{local}-{index}", self.files) for index in range(2)]
         self.disk = Disk(Path(self.settings.folder), self.files)
@@ -67,6 +72,7 @@ class Engine:
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
         self._lasts = True  # and whether that outlives the process
+        self._fits: bool | None = None  # whether the host's memory has room for the own slots
         self.safe = dict.fromkeys((MEMORY, PEERS, DISK), 0)
         """The newest step that is safe at each level, on all ranks."""
         self._left = {MEMORY: "", PEERS: "", DISK: ""}  # why a level is off
@@ -83,6 +89,8 @@ class Engine:
             slot.resume(restored)
         held = max((slot.generation for slot in self.held if slot.generation), default=None)
         self._pinned = next((slot for slot in self.own if slot.generation and slot.generation == held), None)
+        rebuilt = self.folder.glob(f"{REBUILT}*{SEAL}") if self.world.local_rank == 0 else ()
+        self._rebuilt = [Slot(path.with_name(path.name.removesuffix(SEAL)), self.files) for path in rebuilt]
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -121,7 +129,7 @@ class Engine:
         """What the ranks decide by; the least of each counts."""
         return [
             float(self._sealed),
-            float(self._lasts),
+            float(self._lasts) if self._fits is not False else -1.0,
             float(self._slot() is not None),
             float(self._idle()),
             *(-each for each in self.schedule.costs()),
@@ -130,13 +138,15 @@ class Engine:
     def _slot(self) -> Slot | None:
         """The own slot to fill next; None while all are in use.
 
-        Never the newest; nor that whose generation the peers have, for a lost host needs it on all the others.
+        Never the newest that lasts; nor that whose generation the peers have, for a lost host needs it on all others.
         """
         if self._sealing is not None and not self._sealing.done():
             return None
         taken = [self._pinned, None if self._idle() else self._busy]
         free = [each for each in self.own if each not in taken]
-        older = [each for each in free if each.generation is None or each.generation.step < self._staged]
+        older = [
+            each for each in free if each.lacking or each.generation is None or each.generation.step < self._staged
+        ]
         return oldest(older) if older else None
 
     def _idle(self) -> bool:
@@ -147,7 +157,12 @@ class Engine:
         pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
         sealed, lasts, free, idle, *costs = pulse.wait()
         self.schedule.agreed([-cost for cost in costs], step)
-        self.safe[MEMORY] = int(sealed) if lasts else 0
+        self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
+        if lasts < 0:  # on any rank there is no room, nor will there be
+            self.schedule.drop(MEMORY, PEERS)
+            due -= {PEERS}
+        if self.world.first and (news := self.schedule.news()):
+            log.info("%s", news)
         slot = self._slot()
         if not free or slot is None or sealed < self._staged:
             self.schedule.postpone(due)
@@ -164,11 +179,30 @@ class Engine:
     def stage(self, slot: Slot, generation: Generation) -> None:
         about = {"step": generation.step, "start": generation.start, "uid": generation.uid}
         began = time.perf_counter()
+        if self._fits is None:
+            self._fits = True
+            budget.share(self.circle, self.world, self.settings, self.folder)
         with span("stage", "copy") as marked:
-            marked.nbytes = self.stager.start(self.kept, slot, about)
+            drafts = self.stager.drafts(self.kept, about)
+            marked.nbytes = sum(draft.nbytes for draft in drafts.values())
+            self._fit(slot, marked.nbytes)
+            self.stager.start(drafts, slot)
         self.copied += marked.nbytes
         self._staged = generation.step
         self._began = began
+
+    def _fit(self, slot: Slot, nbytes: int) -> None:
+        """Take the host's memory for the own slots; where it is short this one stays alone, and outlives nothing."""
+        if self._fits and self._idle():
+            reason = budget.lacking(self.world.memory, budget.OWN, len(self.own), nbytes)
+            if reason:
+                self._fits = False
+                self.stager.unpin()
+                for each in self.own:
+                    each.close(reason)
+                self.own, self._pinned = [slot], None
+        if not self._fits:
+            self.world.memory.take(budget.STAGING, nbytes)
 
     def _then(self, slot: Slot, generation: Generation, further: set[str]) -> None:
         """Seal once everything is copied, and let the other thread do what is due besides."""
@@ -196,12 +230,14 @@ class Engine:
         self.world.agree(lambda: self.stage(slot, generation))
         self.stager.finish()
         self._last = True
-        hurried = self.schedule.has_peers and 0 < self.settings.deadline < self.schedule.seconds(DISK)
-        self._then(slot, generation, {PEERS} if hurried else {DISK})
-        self.drain()
-        if reason := self._left[DISK]:
-            raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
-        self.finished = not hurried
+        reason, hurried = "", self.schedule.has_peers and 0 < self.settings.deadline < self.schedule.seconds(DISK)
+        for level in (PEERS, DISK) if hurried else (DISK,):
+            self._then(slot, generation, {level})
+            self.drain()
+            if not (reason := self._left[level]):
+                self.finished = level == DISK
+                return
+        raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
@@ -218,6 +254,7 @@ class Engine:
         if self.finished:
             for slot in (*self.own, *self.held):
                 slot.close()
+        budget.release(self.world.memory)
         for circle in (self.circle, self.aside):
             circle.close()
 
@@ -234,20 +271,36 @@ class Engine:
 
     # -- the other thread ---------------------------------------------------------------------------------------------
 
+    def _refused(self, slot: Slot, part: Tensor) -> str:
+        """Why the peers should not get a part, by any rank; a collective."""
+        nbytes = max(self.aside.tell(len(part)))
+        if self.settings.peers == "parity":
+            nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
+        reason = budget.lacking(self.world.memory, budget.HELD, len(self.held), nbytes)
+        for each in self.held if reason else ():
+            each.close()
+        return next(filter(None, self.aside.tell(slot.lacking or reason)), "")
+
     def _keep(self, sealing: Future[None], slot: Slot, generation: Generation, levels: frozenset[str]) -> None:
         try:
             sealing.result()
-            if PEERS in levels and self.schedule.has_peers:
+            if PEERS in levels:
                 self._replicate(slot, generation)
             if DISK in levels:
                 self._persist(slot, generation)
+            if max(self.safe[PEERS], self.safe[DISK]):
+                while self._rebuilt:
+                    self._rebuilt.pop().close()
         except (RuntimeError, ConnectionError) as error:  # a rank is lost, which training will notice, too
-            level = PEERS if PEERS in levels and self.schedule.has_peers else DISK
+            level = PEERS if PEERS in levels else DISK
             self._lacks(level, (str(error).splitlines() or [""])[0])
 
     def _replicate(self, slot: Slot, generation: Generation) -> None:
         began, local = time.perf_counter(), self.world.local_size
         (part,), held = slot.parts([PRIVATE]).values(), oldest(self.held)
+        if reason := self._refused(slot, part):
+            self._lacks(PEERS, reason)
+            return
         with span("replicate", "wire", len(part)):
             if self.settings.peers == "parity":
                 of = peers.parity_set(self.aside, local, self.settings.set_size, part)

@@ -16,8 +16,7 @@ from shoestring.comm.pricing import Cost
 from shoestring.comm.probing import Coded
 from shoestring.core.cluster import Cluster, Collective
 from shoestring.core.feature import HOSTS, LOCAL
-from shoestring.core.plan import Plan, Priced, choose
-from shoestring.core.simulate import makespan
+from shoestring.core.plan import Plan, Priced, choose, makespan
 from shoestring.core.trace import Trace
 
 BOTH = (HOSTS, LOCAL)

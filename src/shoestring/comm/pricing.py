@@ -16,7 +16,7 @@ import numpy as np
 
 from shoestring.comm.probing import Coded, fitted
 from shoestring.core.cluster import Cluster
-from shoestring.core.simulate import Task, simulate
+from shoestring.core.plan import Task, simulate
 from shoestring.core.trace import Trace
 
 MAIN = "main"  # the thread, or the stream, that computes the step

@@ -63,7 +63,4 @@ class Cluster:
 
     def collective(self, kind: str, over: Sequence[str]) -> Collective:
         """That kind of collective over these dimensions of the mesh; KeyError where it was not measured."""
-        for each in self.collectives:
-            if (each.kind, each.over) == (kind, tuple(over)):
-                return each
-        raise KeyError(f"{kind} over {over}")
+        return {(each.kind, each.over): each for each in self.collectives}[kind, tuple(over)]

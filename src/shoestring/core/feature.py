@@ -109,19 +109,13 @@ def check_owners(features: Sequence[Feature]) -> None:
     for seam in (Seam.SHARD, Seam.WIRE, Seam.OPTIM):
         owners = [feature for feature in features if seam in feature.seams]
         for one, other in combinations(owners, 2):
-            shared = _contested(seam, one, other)
-            if shared is not None:
-                where = f"{seam.name} over {' and '.join(shared)}" if shared else seam.name
+            shared = [dimension for dimension in one.over if dimension in other.over]
+            if shared or seam is Seam.OPTIM:
+                where = seam.name if seam is Seam.OPTIM else f"{seam.name} over {' and '.join(shared)}"
                 raise ConflictError(
                     f"`{one.name}` and `{other.name}` both own {where}",
                     hint=f"remove the table [{one.name}] or [{other.name}]",
                 )
-
-
-def _contested(seam: Seam, one: Feature, other: Feature) -> list[str] | None:
-    if seam is Seam.OPTIM:
-        return []
-    return [dimension for dimension in one.over if dimension in other.over] or None
 
 
 def ordered(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:

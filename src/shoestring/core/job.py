@@ -279,22 +279,20 @@ class Job:
             self._silent = False
 
     def _before(self, *_: object) -> None:
-        if self._silent:
-            return
-        for phase in (Phase.CLIP, Phase.GRAD, Phase.WAIT):
-            for work in self._phases[phase]:
-                work()
+        if not self._silent:
+            self._do(Phase.CLIP, Phase.GRAD, Phase.WAIT)
 
     def _after(self, *_: object) -> None:
-        if self._silent:
-            return
-        for phase in (Phase.PROJECT, Phase.OUTER):
+        if not self._silent:
+            self._do(Phase.PROJECT, Phase.OUTER)
+            self.progress.step += 1
+            self._do(Phase.CAPTURE)
+            self.trace.step = self.progress.step
+
+    def _do(self, *phases: Phase) -> None:
+        for phase in phases:
             for work in self._phases[phase]:
                 work()
-        self.progress.step += 1
-        for work in self._phases[Phase.CAPTURE]:
-            work()
-        self.trace.step = self.progress.step
 
     def build(self) -> None:
         """Build the optimizer and hang the phases around its step, so that foreign loops run them as well."""

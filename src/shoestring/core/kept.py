@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as named
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -39,11 +33,11 @@ class Progress:
             setattr(self, name, value)
 
 
-def _options(state: dict[str, Any]) -> StateDictOptions:
+def _options(state: dict[str, Any]) -> named.StateDictOptions:
     """Whole tensors are distributed on loading; DTensors go where they lie."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-    return StateDictOptions(full_state_dict=bool(tensors) and not sharded)
+    return named.StateDictOptions(full_state_dict=bool(tensors) and not sharded)
 
 
 class ModelState:
@@ -53,10 +47,10 @@ class ModelState:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
+        return named.get_model_state_dict(self.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict, options=_options(state_dict))
+        named.set_model_state_dict(self.model, state_dict, options=_options(state_dict))
 
 
 class OptimizerState:
@@ -77,13 +71,13 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         with self.silent():
-            return get_optimizer_state_dict(self.model, self.optimizer)
+            return named.get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parts = {name: part for each in state_dict["state"].values() for name, part in each.items()}
         settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         with self.silent():
-            set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
+            named.set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
         for group, values in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(values)
 
@@ -95,11 +89,8 @@ class RandomState:
         self.device = device
 
     def state_dict(self) -> dict[str, Any]:
-        state = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
-            "torch": torch.get_rng_state(),
-        }
+        state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        state["torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state

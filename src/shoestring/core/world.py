@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoestring.core.errors import ShoestringError
 from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.leases import HostMemory
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    memory: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
+    """What this rank may take of its host's."""
 
     @property
     def hosts(self) -> int:

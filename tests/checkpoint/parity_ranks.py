@@ -1,0 +1,50 @@
+"""What the ranks do in the tests of parity: encode parts of lengths that are awkward, lose one, and rebuild it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoestring.checkpoint import peers
+from shoestring.checkpoint.circle import Circle
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Generation
+from shoestring.checkpoint.slots import Slot
+from shoestring.testing.scenarios import here
+
+
+def part(rank: int, length: int) -> Tensor:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(rank), dtype=torch.uint8)
+
+
+def rebuilds(*, folder: str, lengths: list[int], lost: int, holders: dict[str, int], builder: int) -> bool:
+    """Whether the lost rank's part comes out again, after holders and builder have got what they hold."""
+    world = here()
+    circle = Circle.of(world)
+    slot = Slot(Path(folder) / f"held-{world.rank}", Files())
+    of = peers.parity_set(circle, 1, world.size, part(world.rank, lengths[world.rank]))
+    peers.encode(circle, of, part(world.rank, lengths[world.rank]), slot, Generation(1, 0, "a", world.size, 1))
+    parity = slot.parts([peers.PARITY])[f"{peers.PARITY}-{world.rank}"]
+    parities = [
+        torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in circle.gather(parity.numpy().tobytes())
+    ]
+    mine = [int(rank) for rank, holder in holders.items() if holder == world.rank]
+    into = torch.empty(lengths[lost] if world.rank == builder else 0, dtype=torch.uint8)
+    how = peers.Rebuild(of, lost, {int(rank): holder for rank, holder in holders.items()}, builder)
+    good = peers.rebuild(
+        circle, how, {rank: part(rank, lengths[rank]) for rank in mine}, {rank: parities[rank] for rank in mine}, into
+    )
+    circle.close()
+    return good and (world.rank != builder or torch.equal(into, part(lost, lengths[lost])))
+
+
+def gathers(*, lengths: list[int]) -> bool:
+    """Whether every rank's bytes are on this one."""
+    world = here()
+    circle = Circle.of(world)
+    expected = [part(rank, length).numpy().tobytes() for rank, length in enumerate(lengths)]
+    found = circle.gather(expected[world.rank])
+    circle.close()
+    return found == expected

@@ -1,0 +1,167 @@
+"""A save whose load ends the process: tried a few times over restarts, then passed over by all ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.checkpoint.damage import STEPS
+from benchmarks.checkpoint.faults import copied, listening
+from benchmarks.checkpoint.known import Setting, Trainee
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint.attempts import MOST
+from shoestring.checkpoint.disk import MARK, manifests
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+from shoestring.core.errors import CheckpointError
+from shoestring.testing.pool import Pool
+
+RESTART = """
+import logging, os, signal, sys
+from pathlib import Path
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+root, deadly, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+engine, state, progress = engine_of(root, 0, 1, Files())
+load = state.load_state_dict
+def loaded(content):
+    if content["step"] == deadly:
+        os.kill(os.getpid(), how)
+    load(content)
+state.load_state_dict = loaded
+step = resume(engine, "auto")
+assert state.content["bytes"].equal(state.make(step)["bytes"])
+print(step)
+engine.close()
+"""
+
+
+def saved(root, steps):
+    """Saves of every other step, the newest in memory and on disk, the others in memory."""
+    engine, state, progress = engine_of(root, 0, 1, Files())
+    for step in range(1, steps + 1):
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
+    engine.close()
+
+
+def restarted(root, deadly, how=signal.SIGSEGV):
+    """(exit code, step that it went on from, what it said) of one start that dies while it loads a step."""
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", RESTART, str(root), str(deadly), str(int(how))]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def marks(root):
+    return [json.loads(path.read_text()) for path in root.rglob(f"{MARK}*")]
+
+
+@pytest.mark.slow
+def test_what_ends_the_process_each_time_is_given_up_and_the_next_is_taken(tmp_path):
+    root = tmp_path / "disk"
+    saved(root, 6)
+    for attempt in range(1, MOST + 1):
+        code, _, _ = restarted(root, deadly=6)
+        assert code == -signal.SIGSEGV
+        assert [list(mark.values()) for mark in marks(root)] == [[attempt]]
+    code, step, said = restarted(root, deadly=6)
+    assert (code, step) == (0, "4")
+    assert f"skipping the save of step 6: the last {MOST} attempts to load it ended the process" in said
+    assert restarted(root, deadly=6)[:2] == (0, "4")  # not tried again before something newer is there
+    saved_since, state, progress = engine_of(root, 0, 1, Files())
+    assert resume(saved_since, "auto") == 4
+    for progress.step in (5, 6):
+        state.content = state.make(progress.step)
+        saved_since.wait()
+        saved_since.capture(False)
+        saved_since.drain()
+    saved_since.close()
+    assert marks(root) == [] and restarted(root, deadly=0)[:2] == (0, "6")
+
+
+@pytest.mark.slow
+def test_a_kill_now_and_then_gives_nothing_up(tmp_path):
+    root = tmp_path / "disk"
+    saved(root, 6)
+    for _ in range(2):
+        for _ in range(MOST - 1):
+            assert restarted(root, deadly=6, how=signal.SIGKILL)[0] == -signal.SIGKILL
+        assert restarted(root, deadly=0)[:2] == (0, "6")
+        assert marks(root) == []
+
+
+def unfit(_):
+    raise ValueError("of another model")
+
+
+def test_an_error_that_is_told_is_no_attempt_that_ended_the_process(tmp_path):
+    root = tmp_path / "disk"
+    saved(root, 6)
+    for _ in range(MOST + 1):
+        engine, state, _ = engine_of(root, 0, 1, Files())
+        state.load_state_dict = unfit
+        with pytest.raises(CheckpointError, match=r"step 6 .* does not fit"):
+            resume(engine, "auto")
+        engine.close()
+    engine, *_ = engine_of(root, 0, 1, Files())
+    assert resume(engine, "auto") == 6
+    engine.close()
+
+
+def test_where_nothing_else_is_left_the_user_is_told_how_to_try_again(tmp_path):
+    root = tmp_path / "disk"
+    saved(root, 2)
+    saves = root / "run" / "saves"
+    ((path, _),) = manifests(saves)
+    (saves / f"{MARK}0").write_text(json.dumps({path.name: MOST}))
+    engine, *_ = engine_of(root, 0, 1, Files())
+    with pytest.raises(CheckpointError, match=rf"step 2: the last {MOST} attempts .* remove `{saves / MARK}\*`"):
+        resume(engine, "auto")
+    assert resume(engine, str(path)) == 2  # who names it means it
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"a": "b"}', b"\xff", b'{"a": 1e999}', b"[" * 99999])
+def test_a_damaged_mark_counts_nothing(tmp_path, damage):
+    root = tmp_path / "disk"
+    saved(root, 2)
+    (root / "run" / "saves" / f"{MARK}0").write_bytes(damage)
+    engine, *_ = engine_of(root, 0, 1, Files())
+    assert resume(engine, "auto") == 2
+    engine.close()
+
+
+def with_marks(folder, shared):
+    """A scenario: what three ranks restore once only the last host knows that the newest save was tried too often."""
+    setting = Setting(folder=folder, ranks=3, shared=shared)
+    trainee = Trainee.of(setting)
+    trainee.train(STEPS)
+    trainee.engine.close()
+    generation = max(s.generation for s in trainee.engine.own if s.generation)
+    copied(setting.place, "now", "left")
+    if dist.get_rank() == 2:
+        (setting.disk(2) / f"{MARK}2").write_text(json.dumps({generation.name: MOST}))
+    dist.barrier()
+    again = Trainee.of(setting)
+    with listening() as said:
+        found = again.restored()
+    again.engine.close()
+    return found, [line for line in said if line.startswith("skipping the save of step")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_one_host_knows_counts_on_all(tmp_path, shared):
+    with Pool(3, timeout=60) as pool:
+        every = pool.call(with_marks, folder=str(tmp_path), shared=shared)
+    assert [found for found, _ in every] == [[STEPS - 1, ""]] * 3
+    assert all(len(said) == 1 and said[0].startswith(f"skipping the save of step {STEPS}:") for _, said in every)

@@ -1,0 +1,230 @@
+"""What saves take of a host's memory: by leases, given back to those who need it, and off where it is short."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.checkpoint.faults import listening, tmpfs
+from benchmarks.checkpoint.known import Setting, Trainee
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring import checkpoint
+from shoestring.checkpoint.budget import HELD, OWN, STAGING
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+from shoestring.core.errors import ConfigError
+from shoestring.testing.pool import Pool
+
+SMALL = 1e-5  # GB: one slot of these tests, not three
+OFF = "no saves to memory: no room for 3 slots of 0 MB in this host's memory, of which a rank has 0 MB"
+
+
+def limited(root, **settings):
+    engine, state, progress = engine_of(root, 0, 1, Files())
+    engine.settings = replace(engine.settings, **settings)
+    return engine, state, progress
+
+
+def trained(engine, state, progress, steps):
+    for step in steps:
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
+
+
+def slots(engine):
+    return sorted({path.name.partition(".")[0] for path in engine.folder.glob("*")})
+
+
+def test_slots_are_leased_and_given_back(tmp_path):
+    engine, *rest = limited(tmp_path / "disk")
+    trained(engine, *rest, range(1, BETWEEN + 1))
+    memory = engine.world.memory
+    nbytes = sum(map(len, engine.own[0].parts(("private", "share", "rest")).values()))
+    assert {name: taken for name, (taken, _) in memory.leases.items()} == {OWN: 3 * nbytes}
+    assert 0 < memory.budget < 1 << 50
+    engine.close()
+    assert memory.leases == {}
+
+
+def test_where_memory_is_short_saves_go_to_disk_from_one_copy(tmp_path):
+    engine, *rest = limited(tmp_path / "disk", budget=SMALL)
+    with listening() as said:
+        trained(engine, *rest, range(1, 4 * BETWEEN + 1))
+    assert len(said) == 1 and said[0].startswith(OFF)
+    assert list(engine.world.memory.leases) == [STAGING] and slots(engine) == [] and len(engine.own) == 1
+    assert engine.safe == {"memory": 0, "peers": 0, "disk": 4 * BETWEEN}
+    engine.close()
+    again, state, progress = limited(tmp_path / "disk", budget=SMALL)
+    assert resume(again, "auto") == 4 * BETWEEN
+    trained(again, state, progress, range(4 * BETWEEN + 1, 5 * BETWEEN + 1))
+    assert again.safe["disk"] == 5 * BETWEEN
+    again.close()
+
+
+def test_what_others_cannot_do_without_is_given_back_to_them(tmp_path):
+    engine, *rest = limited(tmp_path / "disk", budget=1.0)
+    trained(engine, *rest, range(1, BETWEEN + 1))
+    assert len(slots(engine)) == 1 and engine.world.memory.take("offload", 10**9)
+    with listening() as said:
+        trained(engine, *rest, range(BETWEEN + 1, 3 * BETWEEN + 1))
+    assert [line.startswith("no saves to memory") and "offload 1000 MB" in line for line in said] == [True]
+    assert slots(engine) == [] and engine.safe["disk"] == 3 * BETWEEN
+    engine.close()
+
+
+def on_hosts(folder, budget, offload=0):
+    """A scenario: three ranks on hosts of their own, with room for what is given, of which one needs some later."""
+    setting = Setting(folder=folder, ranks=3)
+    trainee = Trainee.of(setting)
+    trainee.engine.settings = replace(trainee.engine.settings, budget=budget[dist.get_rank()])
+    engine, found = trainee.engine, {}
+    with listening() as said:
+        trainee.train(5)
+        if dist.get_rank() == 1 and offload:
+            engine.world.memory.take("offload", offload)
+        for step in range(6, 10):
+            trainee.at(step)
+            engine.wait()
+            engine.capture(False)
+            engine.drain()
+    for name, (nbytes, _) in engine.world.memory.leases.items():
+        found[name] = nbytes
+    there = slots(engine)
+    engine.close()
+    again = Trainee.of(setting)
+    step = again.restored()
+    again.engine.close()
+    steps = engine.schedule.steps
+    return {"leases": found, "slots": there, "safe": engine.safe, "said": said, "step": step, "steps": steps}
+
+
+@pytest.mark.slow
+def test_of_several_hosts_one_has_too_little(tmp_path):
+    with Pool(3) as pool:
+        every = pool.call(on_hosts, folder=str(tmp_path / "1"), budget=[1.0, 1.0, 1.0])
+        assert all(each["safe"]["peers"] == 8 and each["step"] == [9, ""] and not each["said"] for each in every)
+        own, held = every[1]["leases"][OWN], every[1]["leases"][HELD]
+        assert own > held > 0
+
+        short = (own + held / 2) / 1e9  # enough for its own slots
+        every = pool.call(on_hosts, folder=str(tmp_path / "2"), budget=[1.0, short, 1.0])
+        assert every[0]["said"][0].startswith("no saves to peers: no room for 2 slots") and len(every[0]["said"]) == 1
+        assert all(each["safe"] == {"memory": 8, "peers": 0, "disk": 8} for each in every)
+        assert not [name for name in every[1]["slots"] if name.startswith("held")] and every[0]["step"] == [9, ""]
+
+        short = own / 2 / 1e9
+        every = pool.call(on_hosts, folder=str(tmp_path / "3"), budget=[1.0, short, 1.0])
+        assert every[1]["slots"] == [] and every[1]["said"][0].startswith("no saves to memory: no room for 3 slots")
+        assert all(each["safe"] == {"memory": 0, "peers": 0, "disk": 8} for each in every)
+        assert [each["step"] for each in every] == [[8, ""]] * 3
+        assert [each["steps"] for each in every] == [{"memory": 0, "peers": 0, "disk": 4}] * 3
+
+        enough, needed = (own + held) / 1e9, held // 2
+        every = pool.call(on_hosts, folder=str(tmp_path / "4"), budget=[1.0, enough, 1.0], offload=needed)
+        assert every[1]["leases"] == {OWN: own, "offload": needed}  # what is held for others goes first
+        assert not [name for name in every[1]["slots"] if name.startswith("held")]
+        assert all(each["safe"] == {"memory": 8, "peers": 4, "disk": 8} for each in every)
+        assert "offload" in every[0]["said"][0] and len(every[0]["said"]) == 1
+
+
+def preempted(folder, budget):
+    """A scenario: three ranks that are stopped, on machines that end before a save to disk would."""
+    trainee = Trainee.of(Setting(folder=folder, ranks=3))
+    engine = trainee.engine
+    engine.settings = replace(engine.settings, budget=budget, deadline=1e-9)
+    trainee.train(5)
+    trainee.at(6)
+    engine.wait()
+    engine.capture(True)
+    leases = {name: nbytes for name, (nbytes, _) in engine.world.memory.leases.items()}
+    engine.close()
+    return [engine.safe, leases]
+
+
+@pytest.mark.slow
+def test_where_peers_have_no_room_a_deadline_keeps_no_save_from_the_disk(tmp_path):
+    with Pool(3) as pool:
+        every = pool.call(preempted, folder=str(tmp_path / "1"), budget=1.0)
+        assert all(safe["peers"] == 6 and safe["disk"] == 4 for safe, _ in every)
+        short = min(leases[OWN] + leases[HELD] / 2 for _, leases in every) / 1e9
+        every = pool.call(preempted, folder=str(tmp_path / "2"), budget=short)
+        assert all(safe["peers"] == 0 and safe["disk"] == 6 for safe, _ in every)
+
+
+# -- a group of processes that is really limited ----------------------------------------------------------------------
+
+LIMITED = """
+import sys, torch
+from dataclasses import replace
+from pathlib import Path
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint.files import Files
+group, folder, budget = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+engine, state, progress = engine_of(folder, 0, 1, Files())
+engine.settings = replace(engine.settings, budget=budget, disk_every=2)
+state.make = lambda step: {"bytes": torch.full((64 << 20,), step, dtype=torch.uint8)}
+(group / "cgroup.procs").write_text("0")
+for progress.step in range(1, 9):
+    state.content = state.make(progress.step)
+    engine.wait()
+    engine.capture(False)
+    engine.drain()
+print(engine.safe["disk"], engine.safe["memory"])
+"""
+ROOM = 280 << 20  # of which the state has 64 MB, twice while it is made anew, and a slot of it is as large
+
+
+@pytest.fixture
+def group():
+    """A cgroup of processes that have so much memory together."""
+    v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    place = Path("/sys/fs/cgroup", "" if v2 else "memory", f"shoestring-test-{os.getpid()}")
+    try:
+        place.mkdir()
+        (place / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(ROOM))
+    except OSError as error:
+        with suppress(OSError):
+            place.rmdir()
+        pytest.skip(f"cannot make a cgroup: {error}")
+    yield place
+    place.rmdir()
+
+
+def said(group, folder, budget):
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", LIMITED, str(group), str(folder), str(budget)]
+    with tmpfs(folder.with_name(f"{folder.name}-memory-0"), 1 << 30):
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_small_container_is_not_killed_for_its_slots(group, tmp_path):
+    done = said(group, tmp_path / "disk", 0)
+    assert (done.returncode, done.stdout.split()) == (0, ["8", "0"]), done.stderr
+    assert "no saves to memory: no room for 3 slots of 67 MB" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_would_be_killed_without_a_budget(group, tmp_path):
+    assert said(group, tmp_path / "disk", 1000).returncode == -9
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_work_are_refused_and_say_what_to_do():
+    with pytest.raises(
+        ConfigError, match=r"slots` must be at least 3 .* copies, got 2 \(hint: one .* set slots = 3, or"
+    ):
+        checkpoint.Tiered(slots=2).validate(2)
+    checkpoint.Tiered(slots=2).validate(1)
+    checkpoint.Tiered(slots=2, peers="off").validate(2)
+    with pytest.raises(ConfigError, match="budget` must not be negative"):
+        checkpoint.Tiered(budget=-1.0).validate(1)

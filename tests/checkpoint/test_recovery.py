@@ -1,0 +1,153 @@
+"""Looking for saves where a disk cannot be read, where parts contradict each other, and where some were rebuilt."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoint.damage import STEPS
+from benchmarks.checkpoint.faults import copied, listening
+from benchmarks.checkpoint.known import Setting, Trainee
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint.budget import OWN
+from shoestring.checkpoint.disk import Disk
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Generation, Record
+from shoestring.checkpoint.layout import Box, Leaf
+from shoestring.checkpoint.part import Draft, piece_view
+from shoestring.checkpoint.plain import saves
+from shoestring.checkpoint.resume import resume
+from shoestring.core.errors import CheckpointError
+from shoestring.testing.pool import Pool
+
+TOO_LONG = "x" * 300  # for a name: the system refuses to look for it
+
+
+def unreadable(folder, memory):
+    """A scenario: what is restored where the second host cannot look for saves on its disk."""
+    setting = Setting(folder=folder, ranks=3, shared=False)
+    trainee = Trainee.of(setting)
+    trainee.train(STEPS)
+    trainee.engine.close()
+    copied(setting.place, "now", "left")
+    if not memory:
+        for host in range(3) if dist.get_rank() == 0 else ():
+            shutil.rmtree(setting.memory(host))
+    dist.barrier()
+    again = Trainee.of(setting)
+    if dist.get_rank() == 1:
+        again.engine.settings = replace(again.engine.settings, folder=str(setting.disk(1) / TOO_LONG))
+    with listening() as said:
+        try:
+            found = resume(again.engine, "auto")
+        except CheckpointError as error:
+            found = str(error)
+    again.engine.close()
+    return found, said
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_look_for_saves_keeps_no_other_waiting(tmp_path):
+    with Pool(3, timeout=60) as pool:
+        every = pool.call(unreadable, folder=str(tmp_path / "1"), memory=True)
+        assert [found for found, _ in every] == [STEPS] * 3
+        assert [len(said) for _, said in every] == [0, 1, 0] and "cannot look for saves in" in every[1][1][0]
+        every = pool.call(unreadable, folder=str(tmp_path / "2"), memory=False)
+    assert len({found for found, _ in every}) == 1  # nor does it begin anew beside saves that are there
+    assert every[0][0].startswith("nothing to go on from: cannot look for saves in") and TOO_LONG in every[0][0]
+
+
+def test_one_file_saves_that_cannot_be_looked_for(tmp_path, caplog):
+    assert saves(tmp_path / TOO_LONG) == [] and "cannot look for saves in" in caplog.text
+
+
+# -- parts that contradict each other ---------------------------------------------------------------------------------
+
+
+def half(name, first, dtype, shape):
+    """Two rows of a tensor, as a part of the save of step 2."""
+    data = torch.ones(2, *shape[1:], dtype=dtype)
+    leaf = Leaf("weight", shape, Box((first, 0), tuple(data.shape)), (0,), data)
+    about = {"step": 2, "trees": {"shared": {"model": {"map": [["weight", {"tensor": "weight"}]]}}, "own": {}}}
+    draft = Draft.of([leaf], {**about, "homes": {}})
+    part = torch.zeros(draft.nbytes, dtype=torch.uint8)
+    part[: len(draft.header)] = torch.frombuffer(bytearray(draft.header), dtype=torch.uint8)
+    for piece, start in draft.pieces:
+        piece_view(part, start, piece).copy_(piece.data)
+    return {name: part}
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float64, (4, 3)), (torch.float32, (5, 3))])
+def test_parts_of_which_one_tensor_has_two_types_are_refused(tmp_path, dtype, shape):
+    engine, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
+    disk, generation = Disk(tmp_path / "disk" / "run" / "saves", Files()), Generation(2, 0, "ab", 1, 1)
+    parts = half("private-0", 0, torch.float32, (4, 3)) | half("share-0", 2, dtype, shape)
+    disk.commit(Record(generation, disk.write(generation, parts)))
+    one, other = (f"`{disk.folder / generation.name}/{part}-0.safetensors`" for part in ("private", "share"))
+    said = f"`weight` is torch.float32 (4, 3) in {one} and {dtype} {shape} in {other}"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        resume(engine, "auto")
+    good = half("private-0", 0, torch.float32, (4, 3)) | half("share-0", 2, torch.float32, (4, 3))
+    disk.commit(Record(Generation(3, 0, "ab", 1, 1), disk.write(Generation(3, 0, "ab", 1, 1), good)))
+    assert resume(engine, "auto") == 3  # the same, but for that
+    engine.close()
+
+
+# -- what was rebuilt -------------------------------------------------------------------------------------------------
+
+
+def rebuilt(folder, killed=False, room=True):
+    """A scenario: what was rebuilt for a lost host, by steps after the run went on.
+
+    Args:
+        killed: once more, before it could save anything.
+        room: whether there is memory for what the others hold.
+    """
+    setting = Setting(folder=folder, ranks=3, peers="parity")
+    trainee = Trainee.of(setting)
+    trainee.train(STEPS)
+    own = trainee.engine.world.memory.leases[OWN].nbytes
+    trainee.engine.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(setting.memory(1))
+    dist.barrier()
+    setting = replace(setting, disk_every=100)
+    again = Trainee.of(setting)
+    if not room:
+        again.engine.settings = replace(again.engine.settings, budget=1.1 * own / 1e9)
+    step, reason = again.restored()
+    if killed:
+        again.engine.close()
+        again = Trainee.of(setting)
+        step, reason = again.restored()
+    there = [left(setting)]
+    for now in range(step + 1, step + 3):
+        again.at(now)
+        again.engine.wait()
+        again.engine.capture(False)
+        again.engine.drain()
+        dist.barrier()
+        there.append(left(setting))
+    safe = again.engine.safe["peers"]
+    again.engine.close()
+    return [step, reason, there, safe]
+
+
+def left(setting):
+    return sum(len(list(Path(setting.memory(host)).rglob("rebuilt-*.seal"))) for host in range(setting.hosts))
+
+
+@pytest.mark.slow
+def test_what_was_rebuilt_goes_once_its_state_is_safe_again(tmp_path):
+    with Pool(3, timeout=60) as pool:
+        # Step 11 is in own memory only: another lost host would cost it, and what was rebuilt is needed until 12.
+        for number, how in enumerate(({}, {"killed": True})):
+            every = pool.call(rebuilt, folder=str(tmp_path / str(number)), **how)
+            assert every == [[10, "", [1, 1, 0], 12]] * 3
+        every = pool.call(rebuilt, folder=str(tmp_path / "2"), room=False)
+        assert every == [[10, "", [1, 1, 1], 0]] * 3

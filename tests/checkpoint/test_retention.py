@@ -1,0 +1,71 @@
+"""Older saves go only once the new one has been read back from the disk, and was what was written."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.checkpoint.faults import listening
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring.checkpoint.disk import checked, manifests
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+
+
+class Flipping(Files):
+    """Writes one bit of the files of some kind wrong, once it is told to; the system notices nothing."""
+
+    def __init__(self, kind):
+        self.kind, self.broken = kind, False
+
+    def _put(self, descriptor, path, view, at):
+        if self.broken and self.kind in path.name and path.is_relative_to(self.root):
+            view = bytearray(view)
+            view[len(view) // 2] ^= 1 << 3
+            view = memoryview(view)
+        super()._put(descriptor, path, view, at)
+
+
+def trained(engine, state, progress, steps):
+    for step in steps:
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
+
+
+@pytest.mark.parametrize("kind", ["private", "manifest"])
+def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
+    files = Flipping(kind)
+    files.root = tmp_path / "disk"
+    engine, state, progress = engine_of(files.root, 0, 1, files)
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    files.broken = True
+    with listening() as said:
+        trained(engine, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
+    assert engine.safe["disk"] == BETWEEN and len(said) == 2  # each save has a folder of its own
+    assert all("no saves to disk: it holds other bytes than were written" in line and kind in line for line in said)
+    saves = files.root / "run" / "saves"
+    ((path, record),) = manifests(saves)
+    assert record.generation.step == BETWEEN and checked(path, record)["parts"] == 1
+    assert [each.name for each in saves.iterdir() if each.name.startswith(".")] == []
+    files.broken = False
+    trained(engine, state, progress, range(3 * BETWEEN + 1, 4 * BETWEEN + 1))
+    assert engine.safe["disk"] == 4 * BETWEEN
+    engine.close()
+
+
+def test_without_peers_a_deadline_keeps_no_save_from_the_disk(tmp_path):
+    """However long it takes: it is all that there is to go on from."""
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    engine.settings = replace(engine.settings, deadline=1e-9)
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    assert engine.schedule.seconds("disk") > engine.settings.deadline  # it is known to take longer
+    state.content, progress.step = state.make(BETWEEN + 1), BETWEEN + 1
+    engine.wait()
+    engine.capture(True)
+    assert engine.safe["disk"] == BETWEEN + 1 and engine.finished
+    engine.close()
+    again, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    assert resume(again, "auto") == BETWEEN + 1
+    assert state.content["bytes"].equal(state.make(BETWEEN + 1)["bytes"])
+    again.close()

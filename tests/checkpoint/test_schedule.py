@@ -1,0 +1,73 @@
+"""What a run says that it will survive: at its start, once that is planned, and when it becomes another."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.schedule import LEVELS, Schedule
+
+
+def planned(schedule, steps, seconds=0.0, step=1.0):
+    """What is said once so many steps between saves were planned from such measurements."""
+    schedule.steps = dict(zip(LEVELS, steps, strict=True))
+    schedule._seconds = dict.fromkeys(LEVELS, seconds)
+    schedule._step = {False: step, True: step}
+    return schedule.news()
+
+
+def test_the_start_says_how_each_loss_is_survived():
+    assert Schedule(Tiered(), 4).survives() == (
+        "a killed process: yes, from memory, saved as often as pays; "
+        "one host of 4 lost: yes, by copies on others, saved as often as pays; "
+        "all of it lost: yes, from disk, saved as often as pays"
+    )
+    assert Schedule(Tiered(memory_every=0, disk_every=0), 1).survives() == "to disk at the end and on a signal"
+    fixed = Schedule(Tiered(memory_every=2, peers_every=6, disk_every=60, peers="parity"), 8)
+    assert "one host of 8 lost: yes, by parity over sets of 4, saved every 6 steps" in fixed.survives()
+    assert planned(fixed, (2, 6, 60), 1.0) == ""  # that is no news
+
+
+def test_steps_are_said_once_planned_and_when_they_change_twofold():
+    schedule = Schedule(Tiered(), 4)
+    assert schedule.news() == ""
+    assert planned(schedule, (4, 8, 16)) == ""  # nothing was measured
+    assert planned(schedule, (3, 12, 600), seconds=0.9) == (
+        "a killed process: yes, from memory, at most 4 steps repeated; "
+        "one host of 4 lost: yes, by copies on others, at most 13 steps repeated; "
+        "all of it lost: yes, from disk, at most 601 steps repeated"
+    )
+    assert planned(schedule, (3, 12, 600), 0.9) == planned(schedule, (5, 23, 301), 0.9) == ""
+    assert "at most 25 steps repeated" in planned(schedule, (3, 24, 600), 0.9)
+    assert "at most 13 steps repeated" in planned(schedule, (3, 12, 600), 0.9)
+    assert "one host of" not in planned(schedule, (3, 0, 600), 0.9)  # it does not pay: the disk is for that, too
+    assert planned(schedule, (3, 0, 600), 0.9) == ""
+    assert "one host of 4 lost: yes" in planned(schedule, (3, 12, 600), 0.9)
+
+
+def test_levels_that_are_dropped_are_not_planned_again():
+    schedule = Schedule(Tiered(), 4)
+    schedule.postpone({"memory", "peers"})
+    schedule.drop("memory", "peers")
+    schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.1, 60.0], 10)
+    assert schedule.steps["memory"] == schedule.steps["peers"] == 0 < schedule.steps["disk"]
+    assert schedule.due(1) == set() and not schedule.has_peers
+    assert schedule.due(schedule.steps["disk"]) == {"memory", "disk"}  # by way of a copy
+
+
+@pytest.mark.parametrize("every", ["auto", 2])
+def test_a_run_says_what_was_planned(tmp_path, caplog, every):
+    caplog.set_level(logging.INFO, "shoestring")
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    engine.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
+    for step in range(1, 80):
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
+    engine.close()
+    said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]
+    assert bool(said) == (every == "auto") and all(one != other for one, other in pairwise(said))
