@@ -16,9 +16,9 @@ from shoestring.checkpoint.disk import MARK
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Generation
 
-MOST = 4
-"""Attempts in a row after which a generation is given up: a load is a small part of a start, so that so many kills from
-outside hardly ever all hit one."""
+MOST = 10
+"""Attempts in a row after which a generation is given up. On a busy machine a kill from outside strikes a load one time
+in four, and nothing that was safe may be lost to those."""
 
 
 @dataclass(eq=False)
