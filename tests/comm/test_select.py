@@ -226,7 +226,7 @@ def test_prices_are_what_travels(make):
 def layers(price, allowance=None, *, step=0, **known) -> Layers:
     price = np.asarray(price, float)
     allowance = price.sum() / 2 if allowance is None else allowance
-    blank = {name: np.zeros(len(price)) for name in ("entries", "gradient", "owed", "before", "gain", "waited")}
+    blank = {name: np.zeros(len(price)) for name in ("entries", "gradient", "owed", "gain", "waited")}
     given_ = {name: np.asarray(value, float) for name, value in known.items()}
     return Layers(step=step, budget=allowance, allowance=allowance, price=price, **(blank | given_))
 
@@ -298,7 +298,7 @@ def follow(selector: Selector, steps: int = 120) -> tuple[float, dict[str, int]]
 
 def test_the_hypernetwork_learns_which_layers_matter():
     uniform, knapsack = follow(Uniform())[0], follow(Knapsack())[0]
-    learnt, counts = follow(Hypernetwork(optimizer="sgd"))
+    learnt, counts = follow(Hypernetwork())
     matter = min(counts.pop("layers.3"), counts.pop("layers.8"))
     assert matter > 1.5 * max(counts.values())
     assert learnt < 0.8 * uniform
@@ -320,7 +320,7 @@ def test_the_hypernetwork_goes_on_saving_for_what_it_began_to_save_for(saved, ch
 def test_the_hypernetwork_climbs_the_gradient_of_its_objective():
     """Against central differences of J = Σ p (v - λ b)."""
     draw = np.random.default_rng(0)
-    net = Hypernetwork(rate=1e-6, repeats=1, optimizer="sgd")
+    net = Hypernetwork(rate=1e-6, repeats=1)
     known = layers(draw.random(5), gain=draw.normal(size=5))
     notes = net._start() | {"recent": draw.normal(size=(2, 5, 7)), "price": np.array(0.7)}
     worth = known.gain / np.abs(known.gain).sum() - 0.7 * known.price / known.price.sum()

@@ -7,7 +7,7 @@ that contribute more to learning are sent first. The objective and the training 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ class Hypernetwork(Selector):
     """From each layer's features to the probability p of sending it, by one hidden layer.
 
     Maximises J = Σ p (v - λ b) by its gradient. b is a layer's bytes, as a share of all. v is what sending would have
-    lowered the loss by, to first order, as a share of all: the step's length times ⟨g, M⟩, with g of the next step,
-    whose noise is not in M. It is known of layers that were sent and of those that were not, so that nothing has to
-    be tried out. λ is the price of a byte: it rises while Σ p b exceeds the budget, and falls while it does not.
+    lowered the loss by, to first order, as a share of all: ⟨g, M⟩, with g of the next step, whose noise is not in M. It
+    is known of layers that were sent and of those that were not, so that nothing has to be tried out. λ is the price of
+    a byte: it rises while Σ p b exceeds the budget, and falls while it does not.
 
     Its numbers are fp64 and come by + - x / and √ alone, in a fixed order: all IEEE machines round these alike, so
     ranks with different processors choose alike. Hence x / (1 + |x|) and not tanh, and a logarithm of its own.
@@ -32,7 +32,6 @@ class Hypernetwork(Selector):
         hidden: units.
         rate: length of a step of training; the direction is the gradient's.
         repeats: steps of training after each exchange.
-        optimizer: that of the model, whose step is as long as what it gets ("sgd"), or always √n long ("adam").
         longest: steps that a layer waits at most, as far as the budget allows; what it is worth is an estimate.
         progress: steps after which training counts as half done.
     """
@@ -45,13 +44,12 @@ class Hypernetwork(Selector):
         hidden: int = 16,
         rate: float = 0.1,
         repeats: int = 4,
-        optimizer: Literal["sgd", "adam"] = "adam",
         longest: int = 50,
         progress: int = 1000,
         seed: int = 0,
     ) -> None:
-        self.hidden, self.rate, self.optimizer, self.progress, self.seed = hidden, rate, optimizer, progress, seed
-        self.repeats, self.longest = repeats, longest
+        self.hidden, self.rate, self.repeats, self.longest = hidden, rate, repeats, longest
+        self.progress, self.seed = progress, seed
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
         net = {key: note.cpu().numpy() for key, note in notes.items()} or self._start()
@@ -93,8 +91,6 @@ class Hypernetwork(Selector):
     def _learnt(self, net: Weights, layers: Layers) -> Weights:
         """A few steps up the gradient of J, for the choice before the last: its v is known since the last exchange."""
         v = layers.gain
-        if self.optimizer == "adam":
-            v = v * np.sqrt(layers.entries) / np.maximum(layers.before, 1e-30)
         worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
         X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}
         for _ in range(self.repeats):

@@ -43,7 +43,6 @@ class Layers:
     price: np.ndarray  # bytes that leave a rank if it is sent
     gradient: np.ndarray  # ‖g‖², averaged over steps
     owed: np.ndarray  # ‖M‖ of the newest exchange, where M = g + what was unsent before
-    before: np.ndarray  # ‖M‖ of the one before it
     gain: np.ndarray  # ⟨g, M before⟩: what sending that, or having sent it, changes the loss by, to first order
     waited: np.ndarray  # exchanges since it was sent
 
@@ -182,9 +181,9 @@ class Selected(Codec):
         seen, unsent = self.state.setdefault("seen", {}), self.state.setdefault("unsent", {})
         for (name, grad), (g, owed, gain) in zip(grads.items(), told, strict=True):
             if name in seen:
-                _, price, gradient, before, _, _, waited = seen[name].tolist()
+                _, price, gradient, *_, waited = seen[name].tolist()
             else:
-                price, gradient, before, waited = price_of(self.make, name, grad, turn.size), g**2, 0.0, 0.0
+                price, gradient, waited = price_of(self.make, name, grad, turn.size), g**2, 0.0
             gradient = self.memory * gradient + (1 - self.memory) * g**2
             if plan.sends(name):
                 unsent.pop(name, None)
@@ -192,7 +191,7 @@ class Selected(Codec):
             else:
                 unsent[name] = M[name] if M[name] is not grad else grad.to(torch.float32, copy=True)
                 waited += 1
-            row = [float(grad.numel()), price, gradient, owed, before, gain, waited]
+            row = [float(grad.numel()), price, gradient, owed, gain, waited]
             seen[name] = torch.tensor(row, dtype=torch.float64)
 
     def _deliver(self, grads: Grads, chosen: Grads) -> None:
