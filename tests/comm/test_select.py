@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoestring import comm
 from shoestring.comm.codec import Grads, Make, Turn
 from shoestring.comm.dense import Dense
 from shoestring.comm.hypernetwork import Hypernetwork, forward, log2, probability, product
@@ -21,6 +22,7 @@ from shoestring.comm.quantize import Quantize
 from shoestring.comm.rehearsal import rehearse
 from shoestring.comm.select import Layers, Selected, Selector, Uniform, price_of
 from shoestring.core.errors import ConfigError
+from shoestring.core.job import Job
 
 RANKS = 3
 SHAPES = {f"blocks.{i}.{kind}": shape for i in range(4) for kind, shape in {"w": (32, 40 + i), "b": (32,)}.items()}
@@ -348,3 +350,32 @@ def test_the_hypernetworks_arithmetic():
     np.testing.assert_allclose(log2(x), [-2, 0, 1.5, 10])
     A, B = np.random.default_rng(0).normal(size=(2, 5, 5))
     np.testing.assert_allclose(product(A, B), A @ B)
+
+
+# -- the settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("select", "selector"),
+    [("auto", Hypernetwork), ("hypernetwork", Hypernetwork), ("knapsack", Knapsack), ("uniform", Uniform)],
+)
+def test_a_budget_is_spent_by_a_selector(select, selector):
+    codec = comm.Dense(budget_kb=3, select=select).selecting()
+    assert isinstance(codec, Selected) and type(codec.selector) is selector and codec.budget == 3000
+
+
+def test_without_a_budget_everything_is_sent():
+    assert not isinstance(comm.Dense().selecting(), Selected)
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        (comm.Dense(select="uniform"), '`comm.dense.select = "uniform"` has nothing to choose'),
+        (comm.Dense(budget_kb=-1), "`comm.dense.budget_kb` must be a number of kB, got -1"),
+        (comm.DGC(budget_kb=3), "cannot wait for a budget"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(feature, said):
+    with pytest.raises(ConfigError, match=said):
+        feature.check(Job(torch.nn.Linear(2, 2)))

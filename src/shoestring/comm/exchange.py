@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -25,11 +26,12 @@ class Exchange(Feature):
     """Exchanges that may travel at once, each by a process group of its own."""
     torus: bool = True
     """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
-    select: Literal["all", "uniform", "knapsack", "hypernetwork", "lgreco"] = "all"
-    """Which parameters are sent in a step: all, or as many as `budget_kb` pays for; the others are owed. With "lgreco"
-    all are, those more exactly that need it: as exactly as without, in fewer bytes, or as `budget_kb` pays for."""
     budget_kb: float = 0.0
-    """With `select`: kB that may leave a rank in a step, on average."""
+    """kB that may leave a rank in a step, on average: as many parameters are sent as that pays for, the others are
+    owed. 0 sends all."""
+    select: Literal["auto", "hypernetwork", "knapsack", "uniform", "lgreco"] = "auto"
+    """What chooses them; "auto" is what measured best, the hypernetwork. With "lgreco" all are sent, those more exactly
+    that need it: as exactly as without, in fewer bytes, or as `budget_kb` pays for."""
 
     seams: ClassVar = (Seam.WIRE,)
     alone: ClassVar = False
@@ -43,17 +45,17 @@ class Exchange(Feature):
 
     def selecting(self) -> Codec:
         """A new codec with these settings, for those parameters that are selected."""
-        if self.select == "all":
-            return self.codec()
         if self.select == "lgreco":
             from shoestring.comm.lgreco import LGreco
 
             return LGreco(self.codec, 1e3 * self.budget_kb)
+        if not self.budget_kb:
+            return self.codec()
         from shoestring.comm.hypernetwork import Hypernetwork
         from shoestring.comm.knapsack import Knapsack
         from shoestring.comm.select import Selected, Uniform
 
-        selectors = {"uniform": Uniform, "knapsack": Knapsack, "hypernetwork": Hypernetwork}
+        selectors = {"auto": Hypernetwork, "hypernetwork": Hypernetwork, "knapsack": Knapsack, "uniform": Uniform}
         return Selected(self.codec, selectors[self.select](), 1e3 * self.budget_kb)
 
     @property
@@ -70,10 +72,12 @@ class Exchange(Feature):
                 f'`{self.name}` sends all parameters alike, so `select = "lgreco"` has nothing to choose',
                 hint="use [comm.powersgd]",
             )
-        if self.select != "lgreco" and (self.select != "all") != (self.budget_kb > 0):
+        if not 0 <= self.budget_kb < math.inf:
+            raise ConfigError(f"`{self.name}.budget_kb` must be a number of kB, got {self.budget_kb}")
+        if self.select not in ("auto", "lgreco") and not self.budget_kb:
             raise ConfigError(
-                f"`{self.name}.select` and `{self.name}.budget_kb` need each other",
-                hint="say which parameters to prefer, and how many kB a step may send",
+                f'`{self.name}.select = "{self.select}"` has nothing to choose: all parameters are sent',
+                hint="set `budget_kb` to the kB that a step may send",
             )
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
             raise ConfigError(
@@ -99,7 +103,8 @@ class Exchange(Feature):
         by_rows = self.torus and world.hosts > 1 and world.local_size > 1
         between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
         within = f" within {self.budget_kb:g} kB a step" if self.budget_kb else ""
-        parts = f"{self.select}{within}, " if self.select != "all" else ""
+        select = "hypernetwork" if self.select == "auto" else self.select
+        parts = f"{select}{within}, " if within or select == "lgreco" else ""
         parts += f"in {self.parts} parts " if self.parts > 1 else ""
         return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
 

@@ -272,9 +272,9 @@ class DGC(Exchange):
     def check(self, job: Job) -> None:
         super().check(job)
         check_density(self.name, self.density)
-        if self.select != "all":
+        if self.budget_kb or self.select != "auto":
             raise ConfigError(
-                f"`{self.name}` accumulates momentum, which cannot wait for `select`", hint="use [comm.topk]"
+                f"`{self.name}` accumulates momentum, which cannot wait for a budget", hint="use [comm.topk]"
             )
 
     def apply(self, job: Job, seam: Seam) -> None:
