@@ -11,7 +11,7 @@ from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.schedule import LEVELS, Schedule
 
 
-def planned(schedule, steps, seconds=0.0, step=1.0):
+def planned(schedule, steps, seconds=0.0, step=10.0):
     """What is said once so many steps between saves were planned from such measurements."""
     schedule.steps = dict(zip(LEVELS, steps, strict=True))
     schedule._seconds = dict.fromkeys(LEVELS, seconds)
@@ -35,17 +35,24 @@ def test_steps_are_said_once_planned_and_when_they_change_twofold():
     schedule = Schedule(Tiered(), 4)
     assert schedule.news() == ""
     assert planned(schedule, (4, 8, 16)) == ""  # nothing was measured
-    assert planned(schedule, (3, 12, 600), seconds=0.9) == (
+    assert planned(schedule, (3, 12, 600), seconds=9) == (
         "a killed process: yes, from memory, at most 4 steps repeated; "
         "one host of 4 lost: yes, by copies on others, at most 13 steps repeated; "
         "all of it lost: yes, from disk, at most 601 steps repeated"
     )
-    assert planned(schedule, (3, 12, 600), 0.9) == planned(schedule, (5, 23, 301), 0.9) == ""
-    assert "at most 25 steps repeated" in planned(schedule, (3, 24, 600), 0.9)
-    assert "at most 13 steps repeated" in planned(schedule, (3, 12, 600), 0.9)
-    assert "one host of" not in planned(schedule, (3, 0, 600), 0.9)  # it does not pay: the disk is for that, too
-    assert planned(schedule, (3, 0, 600), 0.9) == ""
-    assert "one host of 4 lost: yes" in planned(schedule, (3, 12, 600), 0.9)
+    assert planned(schedule, (3, 12, 600), 9) == planned(schedule, (5, 23, 301), 9) == ""
+    assert "at most 25 steps repeated" in planned(schedule, (3, 24, 600), 9)
+    assert "at most 13 steps repeated" in planned(schedule, (3, 12, 600), 9)
+    assert "one host of" not in planned(schedule, (3, 0, 600), 9)  # it does not pay: the disk is for that, too
+    assert planned(schedule, (3, 0, 600), 9) == ""
+    assert "one host of 4 lost: yes" in planned(schedule, (3, 12, 600), 9)
+
+
+def test_what_changes_by_less_than_a_minute_is_no_news():
+    schedule = Schedule(Tiered(), 4)
+    assert planned(schedule, (1, 12, 600), 0.9, step=0.1)
+    assert planned(schedule, (5, 0, 1190), 0.9, step=0.1) == ""
+    assert planned(schedule, (5, 0, 1200), 0.9, step=0.1)
 
 
 def test_levels_that_are_dropped_are_not_planned_again():

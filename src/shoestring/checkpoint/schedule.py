@@ -20,6 +20,7 @@ _CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures th
 _FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first save of each, where nothing is measured yet
 _RESTART = 15.0  # seconds from a failure to where training goes on, beside what reading the state takes
 _SLOWDOWN = 0.1  # what a save beside training slows it down, until that is measured
+_MINUTE = 60.0  # seconds of training; a difference below is no news
 _RECENT = 0.2  # weight of the newest measurement
 
 
@@ -123,7 +124,7 @@ class Schedule:
     # -- what is said -------------------------------------------------------------------------------------------------
 
     def news(self) -> str:
-        """What the run will survive, if that is news: all levels have been measured, or one changed twofold."""
+        """What the run will survive, if that is news: all levels were measured, or one changed twofold by a minute."""
         measured = self._step[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
         if not measured or not any(map(self._changed, self.auto)):
             return ""
@@ -131,8 +132,10 @@ class Schedule:
         return self.survives()
 
     def _changed(self, level: str) -> bool:
-        steps, said = self.steps[level], self._said.get(level, -1)
-        return steps != said and not (said > 0 and said < 2 * steps < 4 * said)
+        steps, said = self.steps[level], self._said.get(level)
+        if said is None:
+            return True
+        return 2 * min(steps, said) <= max(steps, said) and abs(steps - said) * self._step[False] >= _MINUTE
 
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
