@@ -76,7 +76,7 @@ PEERS = (
 PER_STEP = Family(
     "per-step codec",
     (
-        ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", feedback=True),
+        ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", feedback=True, parts=12, channels=3),
         ours("PowerSGD r4", "PowerSGD", rank=4),
         ours("PowerSGD r16 bf16", "PowerSGD", rank=16, wire="bf16", parts=4),
     ),
