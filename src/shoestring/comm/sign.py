@@ -22,6 +22,5 @@ class Sign(OwnerReduced):
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().sum(-1, keepdim=True).div_(entries)
-        return torch.ge(x, 0, out=torch.empty_like(x)).mul_(2).sub_(
-            1
-        ), scale  # as Booleans it would take four times as long
+        signs = torch.ge(x, 0, out=torch.empty_like(x))  # into fp32: as Booleans it would take four times as long
+        return signs.mul_(2).sub_(1), scale
