@@ -53,8 +53,7 @@ def loss(ask: Ask, _: Deadline) -> Measured:
     at, seeds = contest.sizes.steps, contest.sizes.seeds
     mine = ours("PowerSGD r4", "PowerSGD", rank=RANK, start=2).at(contest.dense.lr)  # the hook starts no earlier
     theirs = TORCH.at(contest.dense.lr)
-    long = contest.sizes.length
-    gaps = [final(contest.curve(mine, seed, long), at) - final(contest.curve(theirs, seed, long), at) for seed in seeds]
+    gaps = [final(contest.curve(mine, seed), at) - final(contest.curve(theirs, seed), at) for seed in seeds]
     return Measured(fmean(gaps), "by seed " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
 

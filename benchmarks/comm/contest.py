@@ -28,8 +28,6 @@ class Sizes:
     """What DDP is given; the loss that it has then is everybody's target."""
     length: int = 130
     """Of all reported runs, so that a method that needs more steps than DDP can show how many."""
-    longest: int = 200
-    """Of those of a method that does not reach DDP's loss in `length` steps."""
     look: int = 10
     seeds: tuple[int, ...] = (1, 2, 3)
     tuning_seed: int = 100
@@ -41,13 +39,12 @@ class Sizes:
     setting: Setting = field(default_factory=Setting)
 
     def __post_init__(self) -> None:
-        assert not any(length % self.look for length in (self.length, self.longest, self.tuning_length))
+        assert self.length % self.look == self.tuning_length % self.look == 0
 
 
 TRIAL = Sizes(
     steps=8,
     length=12,
-    longest=16,
     look=2,
     seeds=(1, 2),
     tuning_steps=4,
@@ -78,7 +75,7 @@ PER_STEP = Family(
     (
         ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", feedback=True, parts=12, channels=3),
         ours("PowerSGD r4", "PowerSGD", rank=4),
-        ours("PowerSGD r16 bf16", "PowerSGD", rank=16, wire="bf16", parts=4),
+        ours("PowerSGD r8 alternate bf16", "PowerSGD", rank=8, alternate=True, wire="bf16"),
     ),
 )
 LOCAL = Family(
@@ -119,38 +116,28 @@ class Contest:
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    def curve_spec(self, method: Method, seed: int, length: int) -> Spec:
+    def curve_spec(self, method: Method, seed: int) -> Spec:
+        tuning = seed == self.sizes.tuning_seed
+        length = self.sizes.tuning_length if tuning else self.sizes.length
         return self._spec(method, turn=length, look=self.sizes.look, seed=seed, horizon=length)
 
     def _spec(self, *methods: Method, **more: Any) -> Spec:
         return Spec(methods=methods, setting=self.sizes.setting, **more)
 
-    def curve(self, method: Method, seed: int, length: int = 0) -> list[tuple[int, float]]:
-        """Steps and held-out losses of a run of so many steps, or of as many as the method is given."""
-        log = self._log(method, seed, length or self.length(method, seed))
-        return [(step, loss) for step, loss in log[0]["held_out"]]
+    def curve(self, method: Method, seed: int) -> list[tuple[int, float]]:
+        """Steps and held-out losses."""
+        return [(step, loss) for step, loss in self._log(method, seed)[0]["held_out"]]
 
-    def length(self, method: Method, seed: int) -> int:
-        """Steps that a method is given: more if on the seed for choosing it was too slow for those that all are."""
-        if seed == self.sizes.tuning_seed:
-            return self.sizes.tuning_length
-        return self.sizes.length if self.sizes.steps <= self.sizes.length * self._pace(method) else self.sizes.longest
-
-    def steps_needed(self, method: Method, seed: int, length: int = 0) -> float | None:
-        """To the loss that DDP has at the end, on the same seed; None where that is not reached."""
-        target = final(self.curve(self.dense, seed, self.sizes.length), self.sizes.steps)
-        return steps_to(self.curve(method, seed, length), target)
-
-    def _log(self, method: Method, seed: int, length: int) -> list[dict[str, Any]]:
-        return self.store.get(self.curve_spec(method, seed, length))["logs"][0]
+    def _log(self, method: Method, seed: int) -> list[dict[str, Any]]:
+        return self.store.get(self.curve_spec(method, seed))["logs"][0]
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def dense(self) -> Method:
         """DDP with its best learning rate."""
-        tried = [DDP.at(lr) for lr in BASELINE.lrs]
         seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
+        tried = [DDP.at(lr) for lr in BASELINE.lrs]
         return min(tried, key=lambda method: final(self.curve(method, seed), at))
 
     def chosen(self, family: Family, rate: str) -> Method:
@@ -163,22 +150,15 @@ class Contest:
         return max([self._promise(base.at(best.lr), rate) for base in family.bases], key=lambda pair: pair[0])[1]
 
     def _promise(self, method: Method, rate: str) -> tuple[tuple[float, float], Method]:
-        """(pace over seconds a step, minus the loss) on the seed for choosing."""
-        seed, length = self.sizes.tuning_seed, self.sizes.tuning_length
-        log = self._log(method, seed, length)
-        free = step_seconds(self._log(self.dense, seed, length), self.sizes.look)  # one for all, whatever else ran then
+        """(computed efficiency, minus the loss) on the seed for choosing."""
+        seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
+        target, points = final(self.curve(self.dense, seed), at), self.curve(method, seed)
+        log, needed = self._log(method, seed), steps_to(points, target)
+        free = step_seconds(self._log(self.dense, seed), self.sizes.look)  # one for all, whatever else ran then
         hidden = float(method.settings.get("delay", 0)) * free
         wire = step_bytes(log) * 8 / bits_per_second(rate) * method.period
         seconds = free + max(0.0, wire - hidden) / method.period
-        return (self._pace(method) / seconds, -final(self.curve(method, seed), length)), method
-
-    def _pace(self, method: Method) -> float:
-        """DDP's steps over the method's to the loss that the slower of them ends with, on the seed for choosing."""
-        seed, length = self.sizes.tuning_seed, self.sizes.tuning_length
-        mine, dense = self.curve(method, seed), self.curve(self.dense, seed)
-        if needed := steps_to(dense, final(mine, length)):
-            return needed / length
-        return length / (steps_to(mine, final(dense, length)) or length)
+        return (at / needed / seconds if needed else 0.0, -final(points, self.sizes.tuning_length)), method
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -188,8 +168,10 @@ class Contest:
         for seed in self.sizes.seeds:
             if found and not found[-1]:
                 break
-            needed, dense = self.steps_needed(method, seed), self.steps_needed(self.dense, seed)
-            found.append((dense or self.sizes.steps) / needed if needed else 0.0)
+            target = final(self.curve(self.dense, seed), self.sizes.steps)
+            needed = steps_to(self.curve(method, seed), target)
+            dense = steps_to(self.curve(self.dense, seed), target) or self.sizes.steps
+            found.append(dense / needed if needed else 0.0)
         return tuple(found)
 
     def slow_spec(self, method: Method, rate: str) -> Spec:

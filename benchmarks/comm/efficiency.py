@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.comm.contest import LOCAL, PER_STEP, Contest, Family, Figure
-from benchmarks.comm.curves import WINDOW, final
+from benchmarks.comm.curves import WINDOW, final, steps_to
 from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import RANKS
 from benchmarks.comm.spec import Spec
@@ -68,10 +68,12 @@ def whole_spec(contest: Contest, figure: Figure) -> tuple[Spec, int, float]:
     seed, sizes, method = contest.sizes.seeds[0], contest.sizes, figure.method
     target = final(contest.curve(contest.dense, seed), sizes.steps)
     as_curve = contest.dense if method.kind == "bf16" else method  # taken to need as many steps as DDP
-    needed = contest.steps_needed(as_curve, seed) or sizes.longest
+    needed = steps_to(contest.curve(as_curve, seed), target) or sizes.length
     steps = -int(-needed // method.period) * method.period
-    horizon = contest.length(as_curve, seed)
-    spec = Spec(methods=(method,), turn=steps, rate=WHOLE_RATE, seed=seed, horizon=horizon, setting=sizes.setting)
+    unshaped = contest.curve_spec(method, seed)
+    spec = Spec(
+        methods=(method,), turn=steps, rate=WHOLE_RATE, seed=seed, horizon=unshaped.horizon, setting=sizes.setting
+    )
     return spec, steps, target
 
 

@@ -97,7 +97,7 @@ class Known(Store):
         return {"logs": [[self.log(spec, method)] * 4 for method in spec.methods]}
 
     def log(self, spec, method):
-        sent = 1e3 * KILOBYTES[method.kind] * (0.3 if method.settings.get("wire") else 1)
+        sent = 1e3 * KILOBYTES[method.kind] * (0.3 if method.settings.get("alternate") else 1)
         speed = SPEED[method.kind] * (1 - abs(np.log(method.lr / 3e-3)) / 4)
         seconds = [1 + 8 * sent / BITS[spec.rate]] * spec.steps
         curve = [(step, loss + spec.seed / 1e6) for step, loss in falling(speed, spec.steps, spec.look or spec.steps)]
@@ -115,7 +115,7 @@ def test_the_best_rate_of_learning_is_found(contest):
 
 
 def test_a_slow_link_is_given_the_setting_with_fewer_bytes(contest):
-    assert contest.chosen(PER_STEP, "1mbit").settings["wire"] == "bf16"
+    assert contest.chosen(PER_STEP, "1mbit").settings["alternate"]
 
 
 def test_the_figure_is_steps_and_seconds(contest):
@@ -131,13 +131,6 @@ def test_the_best_peer_comes_first_and_all_are_there(contest):
     there = {"ddp", "bf16", "torch", "ours"} | ({"epfml"} if has_epfml() else set())
     assert {peer.method.kind for peer in peers} == there
     assert len(peers) == len(there)
-
-
-def test_a_method_that_learns_slowly_is_given_more_steps(contest):
-    slow = TORCH.at(1.5e-3)  # as fast as 0.74 of DDP
-    assert contest.length(slow, 1) == contest.sizes.longest > contest.length(TORCH, 1) == contest.sizes.length
-    assert contest.shares(slow) == pytest.approx((0.744,) * 3, rel=0.03)
-    assert contest.shares(TORCH.at(1e-4)) == (0.0,)
 
 
 def test_slow_methods_are_measured_for_fewer_steps(contest):
