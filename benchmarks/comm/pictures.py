@@ -63,6 +63,7 @@ def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: 
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for index, (name, x, y) in enumerate(lines):
@@ -71,6 +72,9 @@ def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: 
         axes.plot(x[keep], y[keep], color=colour, linestyle=style, marker=marker, markersize=4, markevery=3, label=name)
     if log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel=axis, ylabel="held-out loss, nats a token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
