@@ -110,7 +110,7 @@ def rebuilt(folder, killed=False, room=True):
     setting = Setting(folder=folder, ranks=3, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    own = trainee.engine.world.memory.leases[OWN].nbytes
+    own = trainee.engine.world.memory.leases[OWN][0]
     trainee.engine.close()
     dist.barrier()
     if dist.get_rank() == 0:
