@@ -53,7 +53,7 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
     assert "are repeated, up to" in job.output(0)
     assert job.output(0).count("error: rank 0 on host0 has lost rank 1 on host1: ") == 1
 
-    trial.reach(job, "struck", 2 * STRIKE + 2)  # not right before a save: a step that is saved but not told has no row
+    trial.reach(job, "struck", 2 * STRIKE)
     lab.remove(1)
     lab.add(1)
     job.join(1)
@@ -69,7 +69,10 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
 
     job.check(120)
     assert job.output(0).count("resumed from step") == 3
-    assert trial.losses("struck") == expected
+    losses = trial.losses("struck")
+    assert losses == {step: expected[step] for step in losses}
+    # A host may be lost while the ranks agree on a save: it goes on from that step, whose loss nobody wrote down.
+    assert all(step % EVERY == 0 for step in expected.keys() - losses.keys())
 
 
 def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, trial, expected):
