@@ -18,7 +18,7 @@ from shoestring.checkpoint.generation import Generation
 
 MOST = 10
 """Attempts in a row after which a generation is given up. On a busy machine a kill from outside strikes a load one time
-in four, and nothing that was safe may be lost to those."""
+in ten, and nothing that was safe may be lost to those."""
 
 
 @dataclass(eq=False)
