@@ -158,22 +158,21 @@ def rows(cache: Path | None = None) -> list[Bar]:
 
     what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
     over = "time for which a save stops training, over that of {peer} of the same state, in turns in one run"
+    peers = (
+        ("dcp", "torch DCP's async_save", dcp, "torch", "torch.distributed.checkpoint.async_save"),
+        ("lm-resiliency", "lm-resiliency's save to memory", lm_resiliency, "lm_resiliency", "lm-resiliency 0.2.0"),
+    )
     return [
-        Bar(
-            "checkpoint.stall-dcp",
-            over.format(peer="torch DCP's async_save"),
-            "<=",
-            1.0,
-            partial(turns, peer=dcp, package="torch"),
-            baseline="torch.distributed.checkpoint.async_save",
-        ),
-        Bar(
-            "checkpoint.stall-lm-resiliency",
-            over.format(peer="lm-resiliency's save to memory"),
-            "<=",
-            1.0,
-            partial(turns, peer=lm_resiliency, package="lm_resiliency"),
-            baseline="lm-resiliency 0.2.0",
+        *(
+            Bar(
+                f"checkpoint.stall-{id}",
+                over.format(peer=said),
+                "<=",
+                1.0,
+                partial(turns, peer=peer, package=package),
+                baseline=baseline,
+            )
+            for id, said, peer, package, baseline in peers
         ),
         Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
         Bar("checkpoint.stall-plain", f"{what}; copied at once", "<=", 1.25, partial(stall, overlap=False)),

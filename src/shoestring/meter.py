@@ -73,9 +73,11 @@ class Meter:
         self.recent: deque[float] = deque(maxlen=64)
         self._marks: deque[_Mark] = deque([_Mark(time.perf_counter(), job.progress.tokens, 0.0)], maxlen=16)
         self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None
+        self._taken = job.progress.step
 
     def step(self, loss: Tensor) -> None:
         """Take the loss of the step just done."""
+        self._taken = self.job.progress.step
         self._marks.append(_Mark(time.perf_counter(), self.job.progress.tokens, self.waited))
         self.flush()
         lr = self.job.built_optimizer.param_groups[0]["lr"]
@@ -125,4 +127,6 @@ class Meter:
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
+            if self.job.progress.step > self._taken:  # a rank was lost while they agreed on a save of this very step
+                self.step(torch.as_tensor(self.job.numbers["loss"]))
             self.flush()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, listening
 from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import engine_of
+from benchmarks.checkpoint.power import engine_of, trained
 from shoestring.checkpoint.attempts import MOST
 from shoestring.checkpoint.disk import MARK, manifests
 from shoestring.checkpoint.files import Files
@@ -23,7 +23,7 @@ from shoestring.testing.pool import Pool
 RESTART = """
 import logging, os, signal, sys
 from pathlib import Path
-from benchmarks.checkpoint.power import engine_of
+from benchmarks.checkpoint.power import engine_of, trained
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -45,11 +45,7 @@ engine.close()
 def saved(root, steps):
     """Saves of every other step, the newest in memory and on disk, the others in memory."""
     engine, state, progress = engine_of(root, 0, 1, Files())
-    for step in range(1, steps + 1):
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
+    trained(engine, state, progress, range(1, steps + 1))
     engine.close()
 
 

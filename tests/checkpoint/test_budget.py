@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.faults import listening, tmpfs
 from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import BETWEEN, engine_of
+from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
 from shoestring import checkpoint
 from shoestring.checkpoint.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.files import Files
@@ -28,14 +28,6 @@ def limited(root, **settings):
     engine, state, progress = engine_of(root, 0, 1, Files())
     engine.settings = replace(engine.settings, **settings)
     return engine, state, progress
-
-
-def trained(engine, state, progress, steps):
-    for step in steps:
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
 
 
 def slots(engine):

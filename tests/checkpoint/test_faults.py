@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, injected, listening, named, tmpfs
 from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import BETWEEN, engine_of
+from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
 from shoestring.testing.pool import Pool
@@ -39,14 +39,6 @@ def small(tmp_path):
     yield mount
     for each in mounts:
         each.__exit__(None, None, None)
-
-
-def trained(engine, state, progress, steps):
-    for step in steps:
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
 
 
 def test_a_full_disk(small, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.power import BETWEEN, engine_of
+from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
 from shoestring.checkpoint.disk import checked, manifests
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
@@ -23,14 +23,6 @@ class Flipping(Files):
             view[len(view) // 2] ^= 1 << 3
             view = memoryview(view)
         super()._put(descriptor, path, view, at)
-
-
-def trained(engine, state, progress, steps):
-    for step in steps:
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
 
 
 @pytest.mark.parametrize("kind", ["private", "manifest"])

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.checkpoint.power import engine_of
+from benchmarks.checkpoint.power import engine_of, trained
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.schedule import LEVELS, Schedule
@@ -70,11 +70,7 @@ def test_a_run_says_what_was_planned(tmp_path, caplog, every):
     caplog.set_level(logging.INFO, "shoestring")
     engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
     engine.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
-    for step in range(1, 80):
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
+    trained(engine, state, progress, range(1, 80))
     engine.close()
     said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]
     assert bool(said) == (every == "auto") and all(one != other for one, other in pairwise(said))

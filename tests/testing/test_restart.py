@@ -37,12 +37,6 @@ def until(done, timeout=120.0):
         time.sleep(0.05)
 
 
-def agrees(losses, expected):
-    """A host may be lost while the ranks agree on a save: the run goes on from that step, whose loss nobody told."""
-    assert losses == {step: expected[step] for step in losses}
-    assert all(step % EVERY == 0 for step in expected.keys() - losses.keys())
-
-
 def test_two_hosts_end_with_the_losses_of_two_local_ranks(lab, trial, expected):
     job = undisturbed(lab, trial, "undisturbed")
     assert trial.losses("undisturbed") == expected
@@ -75,7 +69,7 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
 
     job.check(120)
     assert job.output(0).count("resumed from step") == 3
-    agrees(trial.losses("struck"), expected)
+    assert trial.losses("struck") == expected
 
 
 def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, trial, expected):
@@ -90,7 +84,7 @@ def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_
     again = trial.start(lab, "first")
     again.check(120)
     assert "resumed from step" in again.output(0)
-    agrees(trial.losses("first"), expected)
+    assert trial.losses("first") == expected
 
 
 def test_with_folders_on_the_hosts_own_disks_the_newest_save_is_found(lab, trial, expected):

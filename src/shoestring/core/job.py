@@ -89,7 +89,7 @@ class Job:
         self.sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()  # around a micro-batch
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=False)
         self.kept: dict[str, Kept] = {}
-        self.numbers: dict[str, float | Tensor] = {}  # what features publish; loops hand it to sinks
+        self.numbers: dict[str, float | Tensor] = {}  # the loss, and what features publish; for sinks
         self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
         self.refuse: Callable[[NonFiniteError], None] = _raise  # replicas that train alone end together
         self.stopping = False
@@ -172,8 +172,9 @@ class Job:
             with span("loss", "wire", sums.nbytes):
                 work.wait()
         self._settle(sums)
+        loss = self.numbers["loss"] = (sums[0] / sums[1]).float()
         self._apply(sums)
-        return (sums[0] / sums[1]).float()
+        return loss
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """(sum, count) of the loss over the batches of all ranks; every rank must bring equally many."""

@@ -29,8 +29,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value)
+        vars(self).update(state_dict)
 
 
 def _options(state: dict[str, Any]) -> named.StateDictOptions:
