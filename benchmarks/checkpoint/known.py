@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,15 @@ class Known:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.content = state_dict
+
+
+def trained(engine: Engine, state: Known, progress: Progress, steps: Iterable[int]) -> None:
+    """Save the states of these steps, each as far as it goes."""
+    for step in steps:
+        state.content, progress.step = state.make(step), step
+        engine.wait()
+        engine.capture(False)
+        engine.drain()
 
 
 def common(mesh: DeviceMesh, step: int) -> dict[str, Any]:

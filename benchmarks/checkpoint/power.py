@@ -104,15 +104,6 @@ def engine_of(root: Path, rank: int, ranks: int, files: Files) -> tuple[Engine, 
     return Engine(kept, progress, world, settings, slots_folder(settings, world), set, files), state, progress
 
 
-def trained(engine: Engine, state: Known, progress: Progress, steps: Iterable[int]) -> None:
-    """Save the states of these steps, each as far as it goes."""
-    for step in steps:
-        state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
-
-
 def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:
     """A scenario: save, and tell what was done to the disk."""
     root, rank = Path(folder) / "disk", dist.get_rank() if ranks > 1 else 0

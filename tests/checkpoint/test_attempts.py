@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, listening
-from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import engine_of, trained
+from benchmarks.checkpoint.known import Setting, Trainee, trained
+from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint.attempts import MOST
 from shoestring.checkpoint.disk import MARK, manifests
 from shoestring.checkpoint.files import Files
@@ -23,7 +23,8 @@ from shoestring.testing.pool import Pool
 RESTART = """
 import logging, os, signal, sys
 from pathlib import Path
-from benchmarks.checkpoint.power import engine_of, trained
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")

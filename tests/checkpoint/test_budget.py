@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.checkpoint.faults import listening, tmpfs
-from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
+from benchmarks.checkpoint.known import Setting, Trainee, trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring import checkpoint
 from shoestring.checkpoint.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.files import Files

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, injected, listening, named, tmpfs
-from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
+from benchmarks.checkpoint.known import Setting, Trainee, trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
 from shoestring.testing.pool import Pool

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.power import BETWEEN, engine_of, trained
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.disk import checked, manifests
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.checkpoint.power import engine_of, trained
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.schedule import LEVELS, Schedule
