@@ -22,8 +22,7 @@ from torch.optim import AdamW
 from benchmarks.checkpoint.trainee import fresh
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.staging import Pairs
-from shoestring.core._torch import foreach_copy_
+from shoestring.checkpoint.staging import Copies
 from shoestring.core.job import Job, compose
 from shoestring.core.world import World
 
@@ -51,11 +50,11 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
     `folder` should be in memory, as slots are. The copy is of as many tensors of the same sizes, between places that
     were used before.
     """
-    stalls, copies = [], []
+    stalls, seconds = [], []
     with job_of(fresh(folder), overlap=overlap) as job:
         batch = (torch.randn(64, WIDTH),)
         tensors = [p.detach() for p in job.module.parameters() for _ in range(3)]
-        pairs: Pairs = [(torch.empty_like(tensor), tensor.clone()) for tensor in tensors]
+        copies = Copies([torch.empty_like(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors])
         for _ in range(9):  # each slot is filled once, and its pages are there
             job.step(batch)
         for _ in range(saves):
@@ -64,12 +63,12 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
                 job.step(batch)
             time.sleep(0.05)
             began = time.perf_counter()
-            foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-            copies.append(time.perf_counter() - began)
+            copies.do()
+            seconds.append(time.perf_counter() - began)
             if job.trace.facts["checkpoint_bytes"] > copied:
                 stalls.append(job.trace.facts["checkpoint_stall"] - stall)
         nbytes = float(sum(tensor.nbytes for tensor in tensors))
-    return {"stall": median(stalls), "copy": median(copies), "bytes": nbytes, "saves": float(len(stalls))}
+    return {"stall": median(stalls), "copy": median(seconds), "bytes": nbytes, "saves": float(len(stalls))}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from shoestring.checkpoint.layout import DTYPES, Box, Leaf
-from shoestring.checkpoint.part import CHUNK, HEADER_LIMIT, Draft, Part, piece_view, sums
+from shoestring.checkpoint.part import CHUNK, HEADER_LIMIT, Draft, Part, sums
 from shoestring.core.errors import CheckpointError
 
 ABOUT = {"step": 3, "trees": {"shared": {}, "own": {}}}
@@ -25,9 +25,7 @@ def leaf(name, data, *, of=None, offset=None):
 def written(leaves, about=ABOUT):
     draft = Draft.of(leaves, about)
     room = torch.zeros(draft.nbytes, dtype=torch.uint8)
-    room[: len(draft.header)] = torch.frombuffer(bytearray(draft.header), dtype=torch.uint8)
-    for each, start in draft.pieces:
-        piece_view(room, start, each).copy_(each.data)
+    draft.fill(room)
     return room
 
 

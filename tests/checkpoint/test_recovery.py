@@ -18,7 +18,7 @@ from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Generation, Record
 from shoestring.checkpoint.layout import Box, Leaf
-from shoestring.checkpoint.part import Draft, piece_view
+from shoestring.checkpoint.part import Draft
 from shoestring.checkpoint.plain import saves
 from shoestring.checkpoint.resume import resume
 from shoestring.core.errors import CheckpointError
@@ -75,9 +75,7 @@ def half(name, first, dtype, shape):
     about = {"step": 2, "trees": {"shared": {"model": {"map": [["weight", {"tensor": "weight"}]]}}, "own": {}}}
     draft = Draft.of([leaf], {**about, "homes": {}})
     part = torch.zeros(draft.nbytes, dtype=torch.uint8)
-    part[: len(draft.header)] = torch.frombuffer(bytearray(draft.header), dtype=torch.uint8)
-    for piece, start in draft.pieces:
-        piece_view(part, start, piece).copy_(piece.data)
+    draft.fill(part)
     return {name: part}
 
 

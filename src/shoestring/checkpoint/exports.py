@@ -21,7 +21,7 @@ from torch import Tensor
 from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.checkpoint.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sources
-from shoestring.checkpoint.part import CHUNK, Draft, Part, mapped, piece_view, sums
+from shoestring.checkpoint.part import CHUNK, Draft, Part, mapped, sums
 from shoestring.checkpoint.plain import FORMAT as PLAIN_FORMAT
 from shoestring.checkpoint.state import unpack
 from shoestring.checkpoint.tree import decode, encode
@@ -285,8 +285,6 @@ def _fill(disk: Disk, draft: Draft, path: Path) -> Entry:
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, draft.nbytes)
         room = mapped(path, draft.nbytes, writable=True)
-        room[: len(draft.header)] = torch.frombuffer(bytearray(draft.header), dtype=torch.uint8)
-        for leaf, start in draft.pieces:
-            piece_view(room, start, leaf).copy_(leaf.data)
+        draft.fill(room)
         os.fsync(file.fileno())
     return Entry(path.name, draft.nbytes, tuple(sums(room)))

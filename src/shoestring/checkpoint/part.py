@@ -24,6 +24,7 @@ from shoestring.core.errors import CheckpointError
 
 CHUNK = 4 << 20  # bytes that one checksum is of
 HEADER_LIMIT = 100_000_000  # bytes of the longest header, safetensors' own limit
+ROOM = 1 << 10  # a header with its length is a multiple of this long: a number more in it does not move the pieces
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -31,43 +32,87 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
-    """A part that is to be written: its header, and where each piece goes."""
+class Form:
+    """Where pieces lie in a part, and what its header says of them: as long as their names, types and shapes stay."""
 
-    header: bytes
-    pieces: tuple[tuple[Leaf, int], ...]
-    """The pieces with the byte at which they start, from the file's beginning."""
+    entries: str
+    """JSON: what safetensors wants to know of each piece."""
+    boxes: str
+    """JSON in a JSON string: of which tensor and which box of it each piece is."""
+    places: tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]
+    """(first byte, last, type, shape) of each piece, from the header's end."""
     nbytes: int
 
     @classmethod
-    def of(cls, leaves: Iterable[Leaf], about: Mapping[str, Any]) -> Draft:
-        """The draft of some pieces; those of wide types first, so that all are aligned."""
-        ordered = sorted(leaves, key=lambda leaf: -leaf.data.element_size())
-        entries, boxes, end = {}, {}, 0
-        for leaf in ordered:
+    def of(cls, leaves: Iterable[Leaf]) -> Form:
+        """The form of some pieces, in their order; see `aligned`."""
+        entries, boxes, places, end = {}, {}, [], 0
+        for leaf in leaves:
             name, kind = _entry(leaf, entries), _NAMES.get(leaf.data.dtype)
             if kind is None:
                 raise CheckpointError(f"cannot save `{leaf.name}`: safetensors has no {leaf.data.dtype}")
             span = [end, end := end + leaf.nbytes]
             entries[name] = {"dtype": kind, "shape": list(leaf.data.shape), "data_offsets": span}
             boxes[name] = [leaf.name, list(leaf.shape), list(leaf.box.offset)]
-        metadata = {"about": json.dumps(about), "boxes": json.dumps(boxes)}
-        text = json.dumps({"__metadata__": metadata, **entries}).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        starts = (len(header) + entry["data_offsets"][0] for entry in entries.values())
-        return cls(header, tuple(zip(ordered, starts, strict=True)), len(header) + end)
+            places.append((*span, leaf.data.dtype, tuple(leaf.data.shape)))
+        return cls(json.dumps(entries)[1:-1], json.dumps(json.dumps(boxes)), tuple(places), end)
+
+    def header(self, about: Mapping[str, Any], least: int = 0) -> bytes:
+        """The header with its length in front, filled up to `least` bytes and a multiple of `ROOM`."""
+        metadata = f'{{"about": {json.dumps(json.dumps(about))}, "boxes": {self.boxes}}}'
+        text = f'{{"__metadata__": {metadata}{self.entries and ", "}{self.entries}}}'.encode()
+        text = text.ljust(max(least, -(-(8 + len(text)) // ROOM) * ROOM) - 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def views(self, data: Tensor) -> list[Tensor]:
+        """The pieces in a part's bytes from the header's end, as tensors of their types and shapes."""
+        return [data[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self.places]
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A part that is to be written."""
+
+    form: Form
+    header: bytes
+    sources: Sequence[Tensor]
+    """What its pieces are, in the form's order."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + self.form.nbytes
+
+    @classmethod
+    def of(cls, leaves: Iterable[Leaf], about: Mapping[str, Any]) -> Draft:
+        """The draft of some pieces.
+
+        Raises:
+            CheckpointError: one is of a type that the file has no name for.
+        """
+        ordered = aligned(leaves)
+        form = Form.of(ordered)
+        return cls(form, form.header(about), [leaf.data for leaf in ordered])
+
+    def begin(self, room: Tensor) -> None:
+        """Write the header to where the part will be: (nbytes,) uint8."""
+        room[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+
+    def fill(self, room: Tensor) -> None:
+        """Write all of it there, a piece at a time."""
+        self.begin(room)
+        for target, source in zip(self.form.views(room[len(self.header) :]), self.sources, strict=True):
+            target.copy_(source)
+
+
+def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """In the order in which each piece begins at a multiple of its type's size: wide types first."""
+    return sorted(leaves, key=lambda leaf: -leaf.data.element_size())
 
 
 def _entry(leaf: Leaf, taken: Mapping[str, Any]) -> str:
     whole = leaf.box.shape == leaf.shape
     name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
     return name if name not in taken and name != "__metadata__" else f"{name}#{len(taken)}"
-
-
-def piece_view(buffer: Tensor, start: int, leaf: Leaf) -> Tensor:
-    """The place of a piece in a part's bytes, as a tensor of its type and shape."""
-    return buffer[start : start + leaf.nbytes].view(leaf.data.dtype).view(leaf.data.shape)
 
 
 def sums(data: Tensor) -> list[int]:

@@ -18,11 +18,28 @@ from torch import Tensor
 
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
-from shoestring.checkpoint.part import mapped, sums
+from shoestring.checkpoint.part import Draft, Form, mapped, sums
 from shoestring.core.errors import CheckpointError
 
 ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
 SEAL = ".seal"
+
+
+@dataclass(eq=False)
+class Room:
+    """Memory for a part, with the places in it that were filled last: the next time they are mostly the same."""
+
+    data: Tensor
+    """uint8, 1-d."""
+    _form: Form | None = None
+    _start: int = 0
+    _places: list[Tensor] = field(default_factory=list)
+
+    def places(self, form: Form, start: int) -> list[Tensor]:
+        """Where pieces of this form go whose header ends at byte `start`."""
+        if self._form is not form or self._start != start:
+            self._form, self._start, self._places = form, start, form.views(self.data[start:])
+        return self._places
 
 
 @dataclass(eq=False)
@@ -36,7 +53,7 @@ class Slot:
     lacking: str = ""
     """Why it does not outlive the process."""
     _no_room: str = ""
-    _rooms: dict[str, Tensor] = field(default_factory=dict)
+    _rooms: dict[str, Room] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -75,10 +92,15 @@ class Slot:
         """
         key = part.partition("-")[0]
         room = self._rooms.get(key)
-        if room is None or len(room) < nbytes:
-            room = self._rooms[key] = self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND)
-        self._parts[part] = room[:nbytes]
+        if room is None or len(room.data) < nbytes:
+            room = self._rooms[key] = Room(self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND))
+        self._parts[part] = room.data[:nbytes]
         return self._parts[part]
+
+    def begin_part(self, part: str, draft: Draft) -> list[Tensor]:
+        """Write a part's header; where its pieces go, in the draft's order."""
+        draft.begin(self.room(part, draft.nbytes))
+        return self._rooms[part.partition("-")[0]].places(draft.form, len(draft.header))
 
     def _mapped(self, key: str, nbytes: int) -> Tensor:
         path = self._path(key)

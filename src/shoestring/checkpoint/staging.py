@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.checkpoint.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
-from shoestring.checkpoint.part import Draft, piece_view
+from shoestring.checkpoint.part import Draft, Form, aligned
 from shoestring.checkpoint.slots import Slot
 from shoestring.checkpoint.tree import encode
 from shoestring.core._torch import foreach_copy_
@@ -23,37 +25,108 @@ from shoestring.core.trace import span
 from shoestring.core.world import World
 
 BATCH = 16 << 20  # bytes that are copied between two looks at whether to hurry
-Pairs = list[tuple[Tensor, Tensor]]  # (where to, what)
 
 
-@dataclass(frozen=True)
+@dataclass
+class Copies:
+    """What is to be copied, and to where."""
+
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+    def do(self, *, wait: bool = True) -> None:
+        """Copy; on a GPU, without waiting for it, only say so to the present stream."""
+        if self.targets:
+            with torch.no_grad():
+                foreach_copy_(self.targets, self.sources, non_blocking=not wait)
+
+    def batches(self, nbytes: int) -> Iterator[Copies]:
+        """In groups of about so many bytes."""
+        first = size = 0
+        for index, target in enumerate(self.targets, 1):
+            size += target.nbytes
+            if size >= nbytes or index == len(self.targets):
+                yield Copies(self.targets[first:index], self.sources[first:index])
+                first, size = index, 0
+
+
 class Content:
-    """What this rank saves of a job's state: the pieces, and what puts them together again."""
-
-    leaves: list[Leaf]
-    about: dict[str, Any]
-
-
-def content(kept: Mapping[str, Kept], world: World) -> Content:
     """The state of everything kept, as it is: nothing is copied.
 
-    Tensors that are a rank's own are named after it; a DTensor's, which several ranks make up, after the first of them.
+    Raises:
+        CheckpointError: something kept cannot be saved.
     """
-    everyone = tuple(range(world.size))
-    leaves: list[Leaf] = []
-    homes: dict[str, int] = {}
-    trees: dict[str, dict[str, Any]] = {"shared": {}, "own": {}}
-    for name, each in kept.items():
-        found: dict[str, Tensor] = {}
-        own = each.across == "own"
-        trees["own" if own else "shared"][name] = encode(each.state.state_dict(), name, found)
-        for path, tensor in found.items():
-            leaf = leaf_of(path, tensor, (world.rank,) if own else everyone)
-            if own:
-                homes[path] = home(tensor, world.rank)
-                leaf = replace(leaf, name=f"{homes[path]}:{path}")
-            leaves.append(leaf)
-    return Content(leaves, {"trees": trees, "homes": homes})
+
+    def __init__(self, kept: Mapping[str, Kept]) -> None:
+        self.trees: dict[str, dict[str, Any]] = {"shared": {}, "own": {}}
+        self.tensors: list[Tensor] = []
+        self.outline: list[tuple[Any, ...]] = []
+        """Of each tensor: whether it is this rank's own, its path, and all of its form and place but the values."""
+        for name, of in kept.items():
+            found: dict[str, Tensor] = {}
+            own = of.across == "own"
+            self.trees["own" if own else "shared"][name] = encode(of.state.state_dict(), name, found)
+            self.tensors += found.values()
+            self.outline += [
+                (own, path, each.dtype, each.shape, each.device_mesh, each.placements)
+                if isinstance(each, DTensor)
+                else (own, path, each.dtype, each.shape)
+                for path, each in found.items()
+            ]
+
+
+class Frame:
+    """What the parts of this rank look like: the same from save to save as long as the content's outline is."""
+
+    def __init__(self, content: Content, world: World) -> None:
+        self.outline = content.outline
+        self.homes: dict[str, int] = {}
+        """The ranks that own tensors are named after; of a DTensor, which several ranks make up, the first of them."""
+        leaves = [
+            self._leaf(each[0], each[1], tensor, world)
+            for each, tensor in zip(self.outline, content.tensors, strict=True)
+        ]
+        number = {leaf.name: index for index, leaf in enumerate(leaves)}
+        pieces = divided(leaves, world.rank, world.local_size)
+        ordered = {kind: aligned(pieces[kind]) for kind in KINDS if pieces[kind] or kind == PRIVATE}
+        self.forms = {kind: Form.of(each) for kind, each in ordered.items()}
+        self._cuts = {
+            kind: [_cut(piece, number[piece.name], leaves[number[piece.name]]) for piece in each]
+            for kind, each in ordered.items()
+        }
+        self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
+
+    def _leaf(self, own: bool, path: str, tensor: Tensor, world: World) -> Leaf:
+        leaf = leaf_of(path, tensor, (world.rank,) if own else range(world.size))
+        if not own:
+            return leaf
+        self.homes[path] = home(tensor, world.rank)
+        return replace(leaf, name=f"{self.homes[path]}:{path}")
+
+    def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
+        """The parts of content with this outline, by their names."""
+        with torch.no_grad():
+            data = [each.to_local() if isinstance(each, DTensor) else each for each in content.tensors]
+            found = {}
+            for kind, form in self.forms.items():
+                extra = {"trees": content.trees, "homes": self.homes} if kind == PRIVATE else {}
+                header = form.header({**about, **extra}, self._headers[kind])
+                self._headers[kind] = len(header)
+                sources = [data[index] if rows is None else data[index][rows] for index, rows in self._cuts[kind]]
+                found[f"{kind}-{self._rank}"] = Draft(form, header, sources)
+        return found
+
+
+def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
+    """Of which tensor a piece is, and which of its rows; None where it is all of them."""
+    if piece is whole:
+        return index, None
+    first = piece.box.offset[0] - whole.box.offset[0]
+    return index, slice(first, first + piece.row_count)
 
 
 def home(tensor: Tensor, rank: int) -> int:
@@ -71,6 +144,7 @@ class Stager:
     overlap: bool
     pace: float = 0.0
     """Seconds that a copy beside training should take; it hurries once somebody waits."""
+    _frame: Frame | None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-copy"))
     _copying: Future[None] | None = None
     _hurry: threading.Event = field(default_factory=threading.Event)
@@ -84,33 +158,36 @@ class Stager:
         Raises:
             CheckpointError: something kept cannot be saved.
         """
-        found, rank = content(kept, self.world), self.world.rank
-        pieces = divided(found.leaves, rank, self.world.local_size)
-        extra = {PRIVATE: found.about}
-        return {
-            f"{kind}-{rank}": Draft.of(pieces[kind], {**about, **extra.get(kind, {})})
-            for kind in KINDS
-            if pieces[kind] or kind == PRIVATE
-        }
+        with _no_collecting():
+            found = Content(kept)
+            if self._frame is None or self._frame.outline != found.outline:
+                self._frame = Frame(found, self.world)
+            return self._frame.drafts(found, about)
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
-        """Begin to fill a slot."""
+        """Begin to fill a slot: at once with what the next pass may change, and beside it with the rest."""
         slot.begin()
-        now, later = self._pairs(drafts, slot)
-        self._copy(now)
+        stable = self.stable() if self.overlap else set()
+        now, later = Copies(), Copies()
+        for name, draft in drafts.items():
+            for target, source in zip(slot.begin_part(name, draft), draft.sources, strict=True):
+                when = later if source.untyped_storage().data_ptr() in stable else now
+                when.targets.append(target)
+                when.sources.append(source)
+        now.do()
         self._hurry.clear()
-        if later:
-            self._later(later, sum(target.nbytes for target, _ in later))
+        if later.targets:
+            self._copying = self._from_gpu(later, slot) if self._on_gpu else self._pool.submit(self._in_turn, later)
 
     def finish(self) -> None:
         """Wait until nothing is copied any more; on a GPU, make its next work wait."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
-        elif self._copying is not None:
+        if self._copying is not None:
             self._hurry.set()
             self._copying.result()
             self._copying = None
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
 
     def then(self, work: Callable[[], None]) -> Future[None]:
         """Do some work once the slot is full, on the copying thread."""
@@ -127,55 +204,39 @@ class Stager:
             _cudart().cudaHostUnregister(room.data_ptr())
         self._pinned.clear()
 
-    def _pairs(self, drafts: Mapping[str, Draft], slot: Slot) -> tuple[Pairs, Pairs]:
-        """What to copy at once, and what beside the next pass; headers are written right away."""
-        stable = self.stable() if self.overlap else set()
-        now: Pairs = []
-        later: Pairs = []
-        for name, draft in drafts.items():
-            room = slot.room(name, draft.nbytes)
-            room[: len(draft.header)] = torch.frombuffer(bytearray(draft.header), dtype=torch.uint8)
-            for leaf, start in draft.pieces:
-                whole = leaf.data.untyped_storage().data_ptr() in stable
-                (later if whole else now).append((piece_view(room, start, leaf), leaf.data))
-        return now, later
-
-    def _copy(self, pairs: Pairs) -> None:
-        if pairs:
-            with torch.no_grad():
-                foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-    def _later(self, pairs: Pairs, nbytes: int) -> None:
-        if self.world.device.type == "cuda":
-            self._from_gpu(pairs, nbytes)
-        else:
-            self._copying = self._pool.submit(self._in_turn, _batches(pairs), nbytes)
-
-    def _in_turn(self, batches: Sequence[Pairs], nbytes: int) -> None:
-        with span("stage", "copy", nbytes):
+    def _in_turn(self, copies: Copies) -> None:
+        with span("stage", "copy", copies.nbytes):
+            batches = list(copies.batches(BATCH))
             for batch in batches:
                 began = time.perf_counter()
-                self._copy(batch)
+                batch.do()
                 spent = time.perf_counter() - began
                 self._hurry.wait(max(0.0, min(self.pace / len(batches) - spent, 1.0)))
 
-    def _from_gpu(self, pairs: Pairs, nbytes: int) -> None:
+    @property
+    def _on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def _from_gpu(self, copies: Copies, slot: Slot) -> Future[None]:
         """On a side stream, into memory pinned to its exact size: torch's own pinning rounds up to powers of 2."""
         self._stream = self._stream or torch.cuda.Stream()
-        for target, _ in pairs:
-            self._pin(target)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            self._event = self._stream.record_event()
-        done = self._event
+        for room in slot.parts(KINDS).values():
+            self._pin(room)
+        stepped = torch.cuda.current_stream().record_event()
+
+        def issue() -> None:  # thousands of copies, each of some microseconds: not on the training thread
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(stepped)
+                copies.do(wait=False)
+                self._event = self._stream.record_event()
 
         def landed() -> None:
-            with span("stage", "copy", nbytes):
-                done.synchronize()
+            with span("stage", "copy", copies.nbytes):
+                self._stream.synchronize()
 
+        issued = self._pool.submit(issue)
         self._pool.submit(landed)
+        return issued
 
     def _pin(self, view: Tensor) -> None:
         room = view.untyped_storage()
@@ -186,19 +247,18 @@ class Stager:
                 self._pinned[room.data_ptr()] = whole
 
 
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Thousands of small objects are made and soon gone: enough to have garbage looked for, which takes 0.1 s."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _cudart() -> Any:
     """CUDA's runtime, which torch loads when a GPU is first used."""
     return torch.cuda.cudart()
-
-
-def _batches(pairs: Pairs) -> list[Pairs]:
-    """In groups of about BATCH bytes."""
-    found: list[Pairs] = []
-    room = 0
-    for target, source in pairs:
-        if room <= 0:
-            found.append([])
-            room = BATCH
-        found[-1].append((target, source))
-        room -= target.nbytes
-    return found

@@ -13,6 +13,7 @@ from shoestring.core.errors import CheckpointError
 
 # A value that JSON has no form for is an object with one of these keys; plain mappings are lists of pairs under _MAP.
 _TENSOR, _ARRAY, _TUPLE, _MAP = "tensor", "array", "tuple", "map"
+_SCALARS = {str, int, float, bool, type(None)}
 
 
 def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
@@ -23,26 +24,33 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     Raises:
         CheckpointError: a value of another type, named by its path.
     """
+    if type(value) in _SCALARS:
+        return value
     match value:
         case Tensor():
-            return {_TENSOR: _put(value.detach(), path, leaves)}
+            return {_TENSOR: _put(value.detach() if value.requires_grad else value, path, leaves)}
+        case dict() | Mapping():
+            if not _SCALARS.issuperset(map(type, value)):
+                _check_keys(value, path)
+            return {_MAP: [[key, encode(each, f"{path}/{key}", leaves)] for key, each in value.items()]}
+        case tuple():
+            return {_TUPLE: [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]}
+        case list():
+            return [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
         case np.ndarray() if value.dtype.kind in "biufc":
             array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {_ARRAY: _put(torch.from_numpy(array), path, leaves)}
         case np.bool_() | np.integer() | np.floating() if isinstance(value.item(), bool | int | float):
             return value.item()
-        case Mapping() if all(isinstance(key, str | int | float | None) for key in value):
-            return {_MAP: [[key, encode(each, f"{path}/{key}", leaves)] for key, each in value.items()]}
-        case Mapping():
-            odd = next(key for key in value if not isinstance(key, str | int | float | None))
-            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {odd!r} is no string or number")
-        case tuple():
-            return {_TUPLE: [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]}
-        case list():
-            return [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
-        case None | bool() | int() | float() | str():
+        case bool() | int() | float() | str():
             return value
     raise CheckpointError(f"cannot save `{path.lstrip('/')}`: a {type(value).__name__}", hint="keep tensors or numbers")
+
+
+def _check_keys(value: Mapping[Any, Any], path: str) -> None:
+    for key in value:
+        if not isinstance(key, str | int | float | None):
+            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is no string or number")
 
 
 def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:

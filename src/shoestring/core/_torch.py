@@ -1,6 +1,6 @@
 """Every private import from torch, in one place, so that a new version of torch is checked in one place.
 
-Checked with torch 2.11 to 2.13.
+Checked with torch 2.11 to 2.13. What the conformance suite alone looks at is in `testing/_torch.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
@@ -28,6 +28,12 @@ foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 # torch 2.13 gave them these names, and warns of those before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def own_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or buffer without what wrappers (DDP, torch.compile) add to it."""
+    (own,) = _get_fqns(model, name)
+    return own
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -54,20 +60,3 @@ def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
 def has_bf16_units() -> bool:
     """Whether this CPU multiplies bf16 in hardware (AMX or AVX512-BF16)."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def process_groups() -> int:
-    """How many process groups this process is in, the default one included."""
-    return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
-
-
-def saved_tensor_hooks() -> bool:
-    """Whether hooks for what autograd saves (`saved_tensors_hooks`) are on for this thread."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    return top(False) is not None
-
-
-def global_module_hooks() -> dict[str, int]:
-    """The kinds of hooks that run on every module, with their numbers."""
-    found = {name: hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")}
-    return {name: len(hooks) for name, hooks in found.items() if isinstance(hooks, dict) and hooks}

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as named
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from shoestring.core._torch import own_name
+
+Silence = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -43,10 +48,10 @@ class ModelState:
     """Weights and buffers under their own names, whatever wraps the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self._own_name = model, cache(partial(own_name, model))
 
     def state_dict(self) -> dict[str, Any]:
-        return named.get_model_state_dict(self.model)
+        return {self._own_name(name): value for name, value in self.model.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         named.set_model_state_dict(self.model, state_dict, options=_options(state_dict))
@@ -59,18 +64,22 @@ class OptimizerState:
     run can go on with others.
 
     Args:
-        silent: a context in which steps of the optimizer run no hooks; torch makes one, of zero gradients, to lay out
-            the state of an optimizer that has made none yet.
+        silent: a context in which steps of the optimizer run no hooks; torch lays out new state by one of no gradients.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, silent: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, silent: Silence) -> None:
         self.model, self.optimizer, self.silent = model, optimizer, silent
+        self._own_name = cache(partial(own_name, model))
 
     def state_dict(self) -> dict[str, Any]:
-        with self.silent():
-            return named.get_optimizer_state_dict(self.model, self.optimizer)
+        if not self.optimizer.state:
+            with self.silent():
+                return named.get_optimizer_state_dict(self.model, self.optimizer)
+        names = {parameter: self._own_name(name) for name, parameter in self.model.named_parameters()}
+        numbered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        found = self.optimizer.state_dict()
+        groups = [group | {"params": [numbered[index] for index in group["params"]]} for group in found["param_groups"]]
+        return {"state": {numbered[index]: each for index, each in found["state"].items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parts = {name: part for each in state_dict["state"].values() for name, part in each.items()}

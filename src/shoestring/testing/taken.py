@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoestring.core._torch import TorchDispatchMode, global_module_hooks, process_groups, saved_tensor_hooks
+from shoestring.testing._torch import TorchDispatchMode, global_module_hooks, process_groups, saved_tensor_hooks
 
 HOST_BYTES = 1 << 20  # Python objects below this may come and go
 
