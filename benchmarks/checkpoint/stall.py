@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,13 +27,14 @@ from shoestring.core.job import Job, compose
 from shoestring.core.world import World
 
 WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state
+MANY = 290  # layers with as many parameter tensors as GPT2-XL has, 580
 Save = Callable[[int], float]
 """Saves once more, of a number that grows, and says for how many seconds it stopped its caller."""
 Peer = Callable[[Path, Job], AbstractContextManager[Save]]
 
 
-def job_of(folder: Path, *, overlap: bool) -> Job:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+def job_of(folder: Path, *, overlap: bool, width: int = WIDTH, layers: int = LAYERS) -> Job:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     settings = {"memory_every": 3, "peers_every": 0, "disk_every": 0, "overlap": overlap}
     tiered = Tiered(folder=str(folder / "saves"), memory=str(folder / "memory"), **settings)  # pyright: ignore
     optimizer = partial(AdamW, lr=1e-4, fused=True)
@@ -69,6 +70,19 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
                 stalls.append(job.trace.facts["checkpoint_stall"] - stall)
         nbytes = float(sum(tensor.nbytes for tensor in tensors))
     return {"stall": median(stalls), "copy": median(seconds), "bytes": nbytes, "saves": float(len(stalls))}
+
+
+def of_many(folder: Path, saves: int = 40) -> list[float]:
+    """Seconds for which each save of MANY small layers stops training: what a save costs beside its bytes."""
+    stalls = []
+    with job_of(fresh(folder), overlap=True, width=16, layers=MANY) as job:
+        batch = (torch.randn(4, 16),)
+        for number in range(9 + 3 * saves):
+            before = job.trace.facts.get("checkpoint_stall", 0.0)
+            job.step(batch)
+            if number >= 9 and (stall := job.trace.facts["checkpoint_stall"] - before):
+                stalls.append(stall)
+    return stalls
 
 
 @contextmanager
@@ -155,6 +169,12 @@ def rows(cache: Path | None = None) -> list[Bar]:
         )
         return Measured(found["stall"] / found["copy"], told)
 
+    def many(_: Deadline) -> Measured:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            stalls = of_many(Path(folder) / "many")
+        told = f"of {len(stalls)} saves of {8 * MANY} tensors; the median is {1e3 * median(stalls):.1f} ms"
+        return Measured(1e3 * fmean(stalls), told)
+
     what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
     over = "time for which a save stops training, over that of {peer} of the same state, in turns in one run"
     peers = (
@@ -174,5 +194,13 @@ def rows(cache: Path | None = None) -> list[Bar]:
             for id, said, peer, package, baseline in peers
         ),
         Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
+        Bar(
+            "checkpoint.stall-many",
+            "mean milliseconds for which a save to memory stops training that has next to no bytes but as many tensors "
+            "as GPT2-XL's state: the part that does not depend on bytes",
+            "<=",
+            10.0,
+            many,
+        ),
         Bar("checkpoint.stall-plain", f"{what}; copied at once", "<=", 1.25, partial(stall, overlap=False)),
     ]

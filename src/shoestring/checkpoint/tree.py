@@ -34,8 +34,10 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
                 _check_keys(value, path)
             return {_MAP: [[key, encode(each, f"{path}/{key}", leaves)] for key, each in value.items()]}
         case tuple():
-            return {_TUPLE: [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]}
+            return {_TUPLE: encode(list(value), path, leaves)}
         case list():
+            if _SCALARS.issuperset(map(type, value)):  # a random state has hundreds of numbers
+                return list(value)
             return [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
         case np.ndarray() if value.dtype.kind in "biufc":
             array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
