@@ -54,3 +54,28 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
         assert step >= 1 and torch.equal(other.weight, torch.full((3, 3), float(step)))
         saves.step(last=True)
     assert not list((tmp_path / "memory").rglob("*.seal"))
+
+
+def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
+    """From when the step was saved that it went on from; an end that was asked for is no failure."""
+    clock = [1000.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=1)
+
+    def start(steps, last=False):
+        with checkpoint.attach({"model": nn.Linear(3, 3)}, settings=settings) as saves:
+            saves.restore()
+            for step in range(steps):
+                saves.step(last=last and step == steps - 1)
+                saves.engine.drain()
+            return saves.engine.facts()["checkpoint_failures"], saves.engine.facts()["checkpoint_lost"]
+
+    assert start(3) == (0, 0)
+    clock[0] += 100
+    assert start(0) == (1, 100)
+    clock[0] += 20  # again, before anything else was saved
+    assert start(2) == (1, 120)
+    clock[0] += 30
+    assert start(1, last=True) == (2, 150)
+    clock[0] += 500
+    assert start(0) == (2, 150)

@@ -134,13 +134,14 @@ class Tiered(Feature):
         if not 0 < lost < steps:
             return None
         stalled, copied = trace.facts.get("checkpoint_stall", 0.0), trace.facts.get("checkpoint_bytes", 0.0)
-        survived = int(trace.facts.get("checkpoint_failures", 0.0))
+        survived, gone = int(trace.facts.get("checkpoint_failures", 0.0)), trace.facts.get("checkpoint_lost", 0.0)
+        failures = f"failures survived: {survived}" + (f", which took {gone:.1f} s" if survived else "")
         return Saving(
             unit="steps to repeat after a kill, at worst",
             used=lost,
             without=steps,
             measured=True,
-            cost=f"{stalled:.2f} s stalled, {copied / 1e6:.0f} MB copied; failures survived: {survived}",
+            cost=f"{stalled:.2f} s stalled, {copied / 1e6:.0f} MB copied; {failures}",
         )
 
 

@@ -242,6 +242,11 @@ class Wanted:
         except KeyError as error:
             raise CheckpointError(f"the state of former rank {rank} is missing") from error
 
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What its first rank said of it when it was saved."""
+        return self._trees[0]
+
     def reads(self) -> dict[str, list[Read]]:
         """Everything to read, for each name that is kept."""
         for name in self.kept:

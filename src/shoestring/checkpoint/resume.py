@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def resume(engine: Engine, where: str) -> int | None:
             if wanted is not None:
                 load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
         if wanted is not None:
-            _go_on(engine, choice, max(starts) + 1, auto)
+            if auto and not _ended(choice.offers):
+                engine.schedule.failed(choice.worst, _since(engine, wanted))
+            _go_on(engine, choice, max(starts) + 1)
             return choice.generation.step
     if recovery.unseen:
         raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
@@ -95,9 +98,13 @@ def load(engine: Engine, wanted: Wanted, source: str) -> None:
             raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")
 
 
-def _go_on(engine: Engine, choice: Choice, start: int, auto: bool) -> None:
-    if auto and not _ended(choice.offers):
-        engine.schedule.failed(choice.worst)
+def _since(engine: Engine, wanted: Wanted) -> float:
+    """Seconds since a generation was saved, by the clock of the first rank, on all of them."""
+    saved, now = wanted.about.get("at"), time.time()
+    return engine.circle.tell(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
+
+
+def _go_on(engine: Engine, choice: Choice, start: int) -> None:
     engine.begin(start, choice.generation)
     if engine.world.local_rank == 0:
         _forget(engine, choice.generation)

@@ -36,6 +36,8 @@ class Schedule:
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
         self.rates = Rates()
+        self.lost = 0.0
+        """Seconds that failures took, over all starts: from when what was restored was saved to where it went on."""
         self._late: set[str] = set()
         self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
         self._stall = 0.0  # seconds that a save stops training for
@@ -111,9 +113,10 @@ class Schedule:
         self.has_peers = self.has_peers and PEERS not in levels
         self._late -= {*levels}
 
-    def failed(self, level: str) -> None:
-        """The run goes on from this level: a failure that no level below it recovers from."""
+    def failed(self, level: str, seconds: float) -> None:
+        """The run goes on from this level: a failure that no level below it recovers from, and that took so long."""
         self.rates.observe(0.0, **{_CLASSES[level]: 1})
+        self.lost += seconds
 
     @property
     def failures(self) -> int:
@@ -162,10 +165,11 @@ class Schedule:
     # -- what survives ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates.state_dict()}
+        return {"rates": self.rates.state_dict(), "lost": self.lost}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rates.load_state_dict(state_dict["rates"])
+        self.lost = float(state_dict.get("lost", 0.0))
 
 
 def _mixed(before: float, now: float) -> float:

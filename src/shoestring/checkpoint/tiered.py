@@ -177,7 +177,7 @@ class Engine:
         return Generation(step, self.start, self.uid, self.world.size, self.world.local_size)
 
     def stage(self, slot: Slot, generation: Generation) -> None:
-        about = {"step": generation.step, "start": generation.start, "uid": generation.uid}
+        about = {"step": generation.step, "start": generation.start, "uid": generation.uid, "at": time.time()}
         began = time.perf_counter()
         if self._fits is None:
             self._fits = True
@@ -266,6 +266,7 @@ class Engine:
             "checkpoint_bytes": float(self.copied),
             "checkpoint_steps_at_risk": risk,
             "checkpoint_failures": self.schedule.failures,
+            "checkpoint_lost": self.schedule.lost,
             **{f"checkpoint_safe_{level}": step for level, step in self.safe.items()},
         }
 
