@@ -70,7 +70,7 @@ def test_levels_that_are_dropped_are_not_planned_again():
 def test_a_run_says_what_was_planned(tmp_path, caplog, every):
     caplog.set_level(logging.INFO, "shoestring")
     engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
-    engine.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
+    engine.schedule = engine.keeper.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
     trained(engine, state, progress, range(1, 80))
     engine.close()
     said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]

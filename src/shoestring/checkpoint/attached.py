@@ -37,9 +37,10 @@ def install(job: Job, settings: Tiered) -> None:
 
     def capture() -> None:
         last = job.progress.step == job.progress.total or job.stopping
-        if last or engine.schedule.due(job.progress.step):
-            job.world.agree(job.verify) if last else job.verify()
-        engine.capture(last)
+        if last:
+            job.world.agree(job.verify)
+        loss = job.numbers.get("loss")
+        engine.capture(last, loss if isinstance(loss, Tensor) else None)
         job.trace.facts |= engine.facts()
 
     job.at(Phase.WAIT, engine.wait)

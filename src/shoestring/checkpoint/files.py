@@ -6,9 +6,10 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -127,3 +128,12 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def tried(work: Callable[[], Any]) -> Any:
+    """What some work on files gives, or in words why it failed."""
+    try:
+        return work()
+    except OSError as error:
+        where = f" `{error.filename}`" if error.filename else ""
+        return f"{error.strerror or error}{where}"

@@ -11,11 +11,12 @@ from pathlib import Path
 from shoestring.checkpoint.attempts import MOST, Attempts
 from shoestring.checkpoint.disk import MANIFEST, MARK
 from shoestring.checkpoint.generation import Generation
+from shoestring.checkpoint.keeper import REBUILT
 from shoestring.checkpoint.plain import Loader
 from shoestring.checkpoint.reader import MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
-from shoestring.checkpoint.tiered import REBUILT, Engine
+from shoestring.checkpoint.tiered import Engine
 from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")

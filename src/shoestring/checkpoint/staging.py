@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from shoestring.core.job import Kept
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
+T = TypeVar("T")
 BATCH = 16 << 20  # bytes that are copied between two looks at whether to hurry
 
 
@@ -189,9 +190,14 @@ class Stager:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
 
-    def then(self, work: Callable[[], None]) -> Future[None]:
-        """Do some work once the slot is full, on the copying thread."""
-        return self._pool.submit(work)
+    def then(self, work: Callable[[], T]) -> Future[T]:
+        """Do some work once the slot is full, on the copying thread; on a GPU, on the stream of the copies."""
+
+        def beside() -> T:
+            with torch.cuda.stream(self._stream):
+                return work()
+
+        return self._pool.submit(beside)
 
     def close(self) -> None:
         self._hurry.set()

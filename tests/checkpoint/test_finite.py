@@ -1,0 +1,55 @@
+"""State whose loss is not finite is staged, for nobody waits for the loss, but never kept."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoint.known import Setting, Trainee, trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.resume import resume
+from shoestring.testing.pool import Pool
+
+
+def one_more(engine, state, progress, loss):
+    state.content, progress.step = state.make(progress.step + 1), progress.step + 1
+    engine.wait()
+    engine.capture(False, loss)
+    engine.drain()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5])
+def test_what_is_not_finite_reaches_no_level(tmp_path, value):
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    trained(engine, state, progress, range(1, 2 * BETWEEN))
+    one_more(engine, state, progress, torch.tensor(value))
+    one_more(engine, state, progress, None)  # nor does what comes after it, before training has ended
+    engine.close()
+    again, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
+    assert resume(again, "auto") == engine.safe["disk"] == (2 * BETWEEN if value == 1.5 else BETWEEN)
+    again.close()
+
+
+def diverging(folder, bad):
+    """A scenario: on one rank of several the loss is not finite, as where replicas train alone."""
+    trainee = Trainee.of(Setting(folder=folder, ranks=3))
+    trainee.train(7)
+    engine, before = trainee.engine, dict(trainee.engine.safe)
+    for step in range(8, 12):  # the first is due at peers and on disk
+        trainee.at(step)
+        engine.wait()
+        engine.capture(False, torch.tensor(float("nan") if dist.get_rank() == bad else 1.0))
+        engine.drain()
+    after = dict(engine.safe)
+    engine.close()
+    again = Trainee.of(Setting(folder=folder, ranks=3))
+    found = again.restored()
+    again.engine.close()
+    return before, after, found
+
+
+def test_one_rank_without_a_finite_loss_is_enough(tmp_path):
+    with Pool(3, timeout=60) as pool:
+        for before, after, found in pool.call(diverging, folder=str(tmp_path), bad=1):
+            assert before["disk"] == after["disk"] > 0 and before["peers"] == after["peers"] > 0
+            assert found == [7, ""]
