@@ -1,6 +1,7 @@
 """Filling slots again and again: what is kept from save to save must never be what is saved."""
 
 import gc
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Generation
 from shoestring.checkpoint.part import ROOM, Part, sums
 from shoestring.checkpoint.slots import Slot
-from shoestring.checkpoint.staging import Stager
+from shoestring.checkpoint.staging import BATCH, Stager
 from shoestring.checkpoint.tree import decode
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
@@ -168,3 +169,20 @@ def test_garbage_is_collected_again_afterwards(rig):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_copy_beside_training_has_a_bounded_rate_until_somebody_waits(rig):
+    rig.held["shared"].state["tensors"] = {name: torch.ones(BATCH // 4) for name in "abc"}
+    stager, began = rig.stager, time.perf_counter()
+    stager._times.append(0.3)  # there was so much time before: a copy takes the half, a third of it for each batch
+    stager.start(stager.drafts(rig.kept, {}), rig.slots[0])
+    stager._copying.result()
+    assert time.perf_counter() - began > 0.1
+    stager.finish()
+    stager._times.clear()
+    stager._times.append(200.0)
+    began = time.perf_counter()
+    stager.start(stager.drafts(rig.kept, {}), rig.slots[1])
+    stager.finish()
+    assert time.perf_counter() - began < 30
+    same(rig.save(), {name: holder.state for name, holder in rig.held.items()})

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,8 @@ def slots_folder(settings: Tiered, world: World) -> Path:
 
 def addresses(owners: Iterable[object]) -> set[int]:
     """Where the tensors lie that only an optimizer's step changes: parameters and optimizer state."""
-    return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
+    with torch.no_grad():  # where a DTensor gives its local tensor as it is
+        return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
 
 
 def _tensors(owner: object) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -143,9 +144,10 @@ class Stager:
     stable: Callable[[], set[int]]
     """The addresses of tensors that do not change before the next optimizer step."""
     overlap: bool
-    pace: float = 0.0
-    """Seconds that a copy beside training should take; it hurries once somebody waits."""
     _frame: Frame | None = None
+    _began: float = 0.0
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
+    """Seconds from the start of each of the newest copies to where its end was waited for."""
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-copy"))
     _copying: Future[None] | None = None
     _hurry: threading.Event = field(default_factory=threading.Event)
@@ -167,6 +169,7 @@ class Stager:
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
         """Begin to fill a slot: at once with what the next pass may change, and beside it with the rest."""
+        self._began = time.perf_counter()
         slot.begin()
         stable = self.stable() if self.overlap else set()
         now, later = Copies(), Copies()
@@ -177,12 +180,15 @@ class Stager:
                 when.sources.append(source)
         now.do()
         self._hurry.clear()
-        if later.targets:
-            self._copying = self._from_gpu(later, slot) if self._on_gpu else self._pool.submit(self._in_turn, later)
+        if later.targets and self.world.device.type == "cuda":
+            self._copying = self._from_gpu(later, slot)
+        elif later.targets:
+            self._copying = self._pool.submit(self._in_turn, later, min(self._times, default=0.0) / 2)
 
     def finish(self) -> None:
         """Wait until nothing is copied any more; on a GPU, make its next work wait."""
         if self._copying is not None:
+            self._times.append(time.perf_counter() - self._began)
             self._hurry.set()
             self._copying.result()
             self._copying = None
@@ -210,18 +216,13 @@ class Stager:
             _cudart().cudaHostUnregister(room.data_ptr())
         self._pinned.clear()
 
-    def _in_turn(self, copies: Copies) -> None:
+    def _in_turn(self, copies: Copies, pace: float) -> None:
+        """At a bounded rate: in batches spread over `pace` seconds, half of what there was, until somebody waits."""
         with span("stage", "copy", copies.nbytes):
             batches = list(copies.batches(BATCH))
-            for batch in batches:
-                began = time.perf_counter()
+            for number, batch in enumerate(batches):
+                self._hurry.wait(max(0.0, self._began + pace * number / len(batches) - time.perf_counter()))
                 batch.do()
-                spent = time.perf_counter() - began
-                self._hurry.wait(max(0.0, min(self.pace / len(batches) - spent, 1.0)))
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.world.device.type == "cuda"
 
     def _from_gpu(self, copies: Copies, slot: Slot) -> Future[None]:
         """On a side stream, into memory pinned to its exact size: torch's own pinning rounds up to powers of 2."""
