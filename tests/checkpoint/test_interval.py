@@ -332,3 +332,14 @@ def test_intervals_need_no_torch():
     told = "import shoestring.checkpoint.interval, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_level_that_is_not_used_is_paid_by_those_whose_saves_go_through_it():
+    memory, disk = level("memory", cost=2.0, every=HOUR), level("disk", cost=0.0, every=100 * HOUR)
+    free, paid = [memory, disk], [replace(memory, through=True), disk]
+    alone = {"disk": 5}
+    assert waste(free, alone, 1.0) < waste(paid, alone, 1.0)
+    both = level("disk", cost=2.0, every=HOUR / (1 + 1 / 100))
+    assert waste(paid, alone, 1.0) == pytest.approx(waste([both], alone, 1.0))
+    assert plan(free, 1.0) == {"disk": 1}  # as if a save to disk took no copy
+    assert plan(paid, 1.0)["disk"] > 30

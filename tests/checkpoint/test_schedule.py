@@ -1,6 +1,7 @@
 """What a run says that it will survive: at its start, once that is planned, and when it becomes another."""
 
 import logging
+import random
 from itertools import pairwise
 
 import pytest
@@ -75,3 +76,23 @@ def test_a_run_says_what_was_planned(tmp_path, caplog, every):
     engine.close()
     said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]
     assert bool(said) == (every == "auto") and all(one != other for one, other in pairwise(said))
+
+
+@pytest.mark.parametrize("beside", [1.0, 1.1])
+def test_a_plan_stands_where_step_times_scatter(beside):
+    """Evaluation takes fifty steps' time, and steps beside saves are by chance no slower than others."""
+    draw, schedule, now = random.Random(0), Schedule(Tiered(), 1), 0.0
+    schedule.stalled(0.004)
+    schedule.took("memory", 0.02)
+    schedule.took("disk", 0.15)
+    planned = []
+    for step in range(1, 1000):
+        busy = step % 7 == 0
+        now += 0.2 * draw.uniform(0.7, 1.3) * (beside if busy else 1.0) + (10.0 if step % 200 == 0 else 0.0)
+        schedule.stepped(now, step, beside=busy)
+        if step > 100 and step % 10 == 0:
+            schedule.agreed(schedule.costs(), step)
+            planned.append(dict(schedule.steps))
+    for name in ("memory", "disk"):
+        found = sorted(each[name] for each in planned)
+        assert found[0] >= 5 and found[-1] <= 2.5 * found[0], (name, found)

@@ -90,6 +90,8 @@ class Level:
     """λ: failures per second that this level recovers from and none below it does."""
     restart: float
     """R: from the failure to where training goes on, without the work that is done again."""
+    through: bool = False
+    """Whether every save of a higher level goes through it, and so pays its cost where it is no level of its own."""
 
     def __post_init__(self) -> None:
         times = (self.cost, self.duration, self.restart)
@@ -154,13 +156,15 @@ def _check(levels: Sequence[Level], step_seconds: float) -> None:
 
 
 def _used(levels: Sequence[Level], names: Collection[str]) -> list[Level]:
-    """The levels named, each with the failures of those right below it that are not."""
-    found, rate = [], 0.0
+    """The levels named, each with the failures of those right below it that are not, and the cost of those it needs."""
+    found, rate, cost = [], 0.0, 0.0
     for level in levels:
         rate += level.rate
         if level.name in names:
-            found.append(replace(level, rate=rate))
-            rate = 0.0
+            found.append(replace(level, rate=rate, cost=level.cost + cost))
+            rate = cost = 0.0
+        elif level.through:
+            cost += level.cost
     return found
 
 

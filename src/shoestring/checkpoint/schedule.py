@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from shoestring.checkpoint.interval import PRIORS, Level, Rates, plan
@@ -20,6 +22,8 @@ _CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures th
 _FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first save of each, where nothing is measured yet
 _RESTART = 15.0  # seconds from a failure to where training goes on, beside what reading the state takes
 _SLOWDOWN = 0.1  # what a save beside training slows it down, until that is measured
+_LEAST = 0.02  # below that it is noise; and nothing is free that wears a disk or takes a link from others
+_STEPS = 100  # of the newest steps of each kind the mean is taken, without the extreme tenths: evaluation is among them
 _MINUTE = 60.0  # seconds of training; a difference below is no news
 _RECENT = 0.2  # weight of the newest measurement
 
@@ -41,6 +45,7 @@ class Schedule:
         self._late: set[str] = set()
         self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
         self._stall = 0.0  # seconds that a save stops training for
+        self._times = {False: deque[float](maxlen=_STEPS), True: deque[float](maxlen=_STEPS)}
         self._step = {False: 0.0, True: 0.0}  # seconds of a step, without and with a save beside it
         self._newest = 0.0
         self._observed = 0
@@ -51,7 +56,8 @@ class Schedule:
     def stepped(self, now: float, step: int, *, beside: bool) -> None:
         """A step has ended."""
         if self._newest:
-            self._step[beside] = _mixed(self._step[beside], now - self._newest)
+            self._times[beside].append(now - self._newest)
+            self._step[beside] = _middle(self._times[beside])
         self._newest = now
         self._observed = self._observed or step
 
@@ -94,7 +100,7 @@ class Schedule:
         if step > self._observed > 0:
             self.rates.observe((step - self._observed) * idle)
             self._observed = step
-        slowdown = max(0.0, busy / idle - 1) if busy else _SLOWDOWN
+        slowdown = max(_LEAST, busy / idle - 1) if busy else _SLOWDOWN
         wanted = plan(self._levels(slowdown, stall, dict(zip(LEVELS, durations, strict=True))), idle)
         self.steps |= {level: wanted.get(level, 0) for level in self.auto}
 
@@ -102,7 +108,14 @@ class Schedule:
         on = [level for level in LEVELS if self.steps[level] or level in self.auto]
         cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
         return [
-            Level(level, cost[level], seconds[level], self.rates[_CLASSES[level]], _RESTART + seconds[level])
+            Level(
+                level,
+                cost[level],
+                seconds[level],
+                self.rates[_CLASSES[level]],
+                _RESTART + seconds[level],
+                through=level == MEMORY,
+            )
             for level in on
         ]
 
@@ -170,6 +183,13 @@ class Schedule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rates.load_state_dict(state_dict["rates"])
         self.lost = float(state_dict.get("lost", 0.0))
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The mean without the extreme tenths."""
+    ordered = sorted(values)
+    cut = len(ordered) // 10
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def _mixed(before: float, now: float) -> float:
