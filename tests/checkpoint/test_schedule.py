@@ -96,3 +96,14 @@ def test_a_plan_stands_where_step_times_scatter(beside):
     for name in ("memory", "disk"):
         found = sorted(each[name] for each in planned)
         assert found[0] >= 5 and found[-1] <= 2.5 * found[0], (name, found)
+
+
+def test_levels_are_planned_once_they_are_measured():
+    schedule = Schedule(Tiered(memory_every=0), 1)
+    schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 0.0], 4)  # of all, a copy in memory alone
+    assert schedule.steps == {"memory": 0, "peers": 0, "disk": 16}
+    schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 9.0], 16)
+    assert schedule.steps["memory"] == 0 and schedule.steps["disk"] > 100
+    schedule = Schedule(Tiered(), 2)
+    schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 0.0], 4)
+    assert schedule.steps["memory"] > 16 and (schedule.steps["peers"], schedule.steps["disk"]) == (8, 16)

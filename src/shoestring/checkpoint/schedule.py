@@ -93,19 +93,21 @@ class Schedule:
         self._late -= levels
 
     def agreed(self, costs: Sequence[float], step: int) -> None:
-        """Plan anew from the costs that the ranks have agreed on."""
+        """Plan anew from the costs that the ranks have agreed on; a level that has none yet stays as it is."""
         idle, busy, stall, *durations = costs
-        if not self.auto or not idle:
+        seconds = {level: taken for level, taken in zip(LEVELS, durations, strict=True) if taken}
+        slowdown = max(_LEAST, busy / idle - 1) if busy and idle else _SLOWDOWN
+        levels = self._levels(slowdown, stall, seconds)
+        if not self.auto or not idle or not levels:
             return
         if step > self._observed > 0:
             self.rates.observe((step - self._observed) * idle)
             self._observed = step
-        slowdown = max(_LEAST, busy / idle - 1) if busy else _SLOWDOWN
-        wanted = plan(self._levels(slowdown, stall, dict(zip(LEVELS, durations, strict=True))), idle)
-        self.steps |= {level: wanted.get(level, 0) for level in self.auto}
+        wanted = plan(levels, idle)
+        self.steps |= {level: wanted.get(level, 0) for level in self.auto if level in seconds}
 
     def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
-        on = [level for level in LEVELS if self.steps[level] or level in self.auto]
+        on = [level for level in seconds if self.steps[level] or level in self.auto]
         cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
         return [
             Level(
