@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,7 +120,10 @@ def forked(number: int) -> Outcome:
     """A batch of random kills, of ranks that are forked."""
     with TemporaryDirectory() as folder:
         task = Task(folder=str(Path(folder) / "task"), under=("ddp", "fsdp")[number % 2])
-        return at_random(task, BATCH, 2.0, undisturbed(task), random.Random(number))
+        expected, starting = undisturbed(task), time.perf_counter()
+        undisturbed(task)
+        longest = 1.25 * (time.perf_counter() - starting)  # so that some runs end before they would be killed
+        return at_random(task, BATCH, longest, expected, random.Random(number))
 
 
 def everywhere(_: Deadline) -> Measured:

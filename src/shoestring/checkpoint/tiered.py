@@ -57,8 +57,7 @@ class Engine:
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first)
         self.safe = self.standing.safe
-        place = self.world, self.settings, self.folder, self.files
-        self.keeper = Keeper(*place, self.schedule, self.standing)
+        self.keeper = Keeper(self.world, self.settings, self.folder, self.files, self.schedule, self.standing)
         self.start, self.uid = 0, ""
         self.finished = self._last = False
         self._sealing: Future[str] | None = None
