@@ -49,9 +49,11 @@ def at_points(task: Task, points: Sequence[str], expected: Story, draw: random.R
     return Outcome(kills, tuple(wrong))
 
 
-def at_random(task: Task, kills: int, longest: float, expected: Story, draw: random.Random) -> Outcome:
-    """Kill ranks at random moments until so many were killed."""
-    wrong, done = [], 0
+def at_random(task: Task, kills: int, expected: Story, draw: random.Random) -> Outcome:
+    """Kill ranks at random moments of the time that a run takes, and a little after it, until so many were killed."""
+    wrong, done, starting = [], 0, time.perf_counter()
+    undisturbed(task)
+    longest = 1.25 * (time.perf_counter() - starting)
     while done < kills:
         current = replace(task, folder=str(fresh(task.place)), start=0)
         for start in range(MOST_STARTS):
@@ -120,10 +122,7 @@ def forked(number: int) -> Outcome:
     """A batch of random kills, of ranks that are forked."""
     with TemporaryDirectory() as folder:
         task = Task(folder=str(Path(folder) / "task"), under=("ddp", "fsdp")[number % 2])
-        expected, starting = undisturbed(task), time.perf_counter()
-        undisturbed(task)
-        longest = 1.25 * (time.perf_counter() - starting)  # so that some runs end before they would be killed
-        return at_random(task, BATCH, longest, expected, random.Random(number))
+        return at_random(task, BATCH, undisturbed(task), random.Random(number))
 
 
 def everywhere(_: Deadline) -> Measured:

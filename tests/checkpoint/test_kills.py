@@ -24,7 +24,7 @@ def test_a_killed_run_goes_on_bitwise_from_what_was_safe(task):
     assert kills.forgotten(task.place) == []  # a run that has ended leaves nothing in memory
     outcome = kills.at_points(task, draw.sample(sorted(expected.points), POINTS), expected, draw)
     assert outcome.wrong == () and outcome.kills >= 0.7 * POINTS  # some points are passed once, and asked for thrice
-    outcome = kills.at_random(task, RANDOM, 1.5, expected, draw)
+    outcome = kills.at_random(task, RANDOM, expected, draw)
     assert outcome.wrong == () and outcome.kills == RANDOM
 
 
