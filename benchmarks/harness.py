@@ -139,12 +139,12 @@ def report(bars: Sequence[Bar], environment: Environment, deadline: Deadline, re
 
 
 def selected(bars: Sequence[Bar], prefix: str) -> list[Bar]:
-    """The bars whose id starts with `prefix`.
+    """The bar of the id `prefix`, or else those whose id starts with it.
 
     Raises:
         ConfigError: there is none.
     """
-    chosen = [bar for bar in bars if bar.id.startswith(prefix)]
+    chosen = [bar for bar in bars if bar.id == prefix] or [bar for bar in bars if bar.id.startswith(prefix)]
     if prefix and not chosen:
         raise ConfigError(f"no bar's id starts with `{prefix}`", hint=nearest(prefix, [bar.id for bar in bars]))
     return chosen
@@ -154,7 +154,9 @@ def parser(name: str) -> argparse.ArgumentParser:
     """The flags that every benchmark has."""
     flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=f"Measure the bars of {name}.")
     flags.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
-    flags.add_argument("--only", default="", metavar="PREFIX", help="measure the bars whose id starts with this")
+    flags.add_argument(
+        "--only", default="", metavar="PREFIX", help="measure the bar of this id, or those whose id starts with this"
+    )
     flags.add_argument("--list", action="store_true", help="print the bars and measure nothing")
     flags.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
     return flags

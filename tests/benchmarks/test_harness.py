@@ -182,6 +182,8 @@ def test_only_what_was_asked_for_runs_and_every_bar_has_a_row(tmp_path, capsys):
     bars = [bar("one"), bar("two", found=never)]
     assert main("area", lambda: bars, ["--only", "area.o"], tmp_path) == 0
     assert stored(tmp_path)["area.two"].reason == "not measured yet"
+    bars = [bar("one"), bar("one-more", found=never), bar("two", found=never)]
+    assert main("area", lambda: bars, ["--only", "area.one"], tmp_path) == 0  # a whole id is of that bar alone
     assert main("area", lambda: bars, ["--only", "area.thre"], tmp_path) == 2
     assert "no bar's id starts with `area.thre`" in capsys.readouterr().err
 
