@@ -63,7 +63,7 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
             stall, copied = job.trace.facts["checkpoint_stall"], job.trace.facts["checkpoint_bytes"]
             for _ in range(3):
                 job.step(batch)
-            time.sleep(0.05)
+            time.sleep(0.2)  # what was saved has been copied, at its bounded rate, and sealed
             began = time.perf_counter()
             copies.do()
             seconds.append(time.perf_counter() - began)
