@@ -17,7 +17,7 @@ def planned(schedule, steps, seconds=0.0, step=10.0):
     """What is said once so many steps between saves were planned from such measurements."""
     schedule.steps = dict(zip(LEVELS, steps, strict=True))
     schedule._seconds = dict.fromkeys(LEVELS, seconds)
-    schedule._step = {False: step, True: step}
+    schedule._steps = {False: [step], True: [step]}
     return schedule.news()
 
 

@@ -45,8 +45,8 @@ class Schedule:
         self._late: set[str] = set()
         self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
         self._stall = 0.0  # seconds that a save stops training for
-        self._times = {False: deque[float](maxlen=_STEPS), True: deque[float](maxlen=_STEPS)}
-        self._step = {False: 0.0, True: 0.0}  # seconds of a step, without and with a save beside it
+        self._steps = {beside: deque[float](maxlen=_STEPS) for beside in (False, True)}
+        """Seconds of the newest steps, without and with a save beside them."""
         self._newest = 0.0
         self._observed = 0
         self._said: dict[str, int] = {}  # steps between saves, as the user was last told
@@ -56,8 +56,7 @@ class Schedule:
     def stepped(self, now: float, step: int, *, beside: bool) -> None:
         """A step has ended."""
         if self._newest:
-            self._times[beside].append(now - self._newest)
-            self._step[beside] = _middle(self._times[beside])
+            self._steps[beside].append(now - self._newest)
         self._newest = now
         self._observed = self._observed or step
 
@@ -75,7 +74,7 @@ class Schedule:
 
     def costs(self) -> list[float]:
         """What is measured on this rank; the ranks take the largest of each."""
-        return [*self._step.values(), self._stall, *self._seconds.values()]
+        return [*map(_middle, self._steps.values()), self._stall, *self._seconds.values()]
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class Schedule:
 
     def news(self) -> str:
         """What the run will survive, if that is news: all levels were measured, or one changed twofold by a minute."""
-        measured = self._step[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
+        measured = self._steps[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
         if not measured or not any(map(self._changed, self.auto)):
             return ""
         self._said = dict(self.steps)
@@ -153,7 +152,7 @@ class Schedule:
         steps, said = self.steps[level], self._said.get(level)
         if said is None:
             return True
-        return 2 * min(steps, said) <= max(steps, said) and abs(steps - said) * self._step[False] >= _MINUTE
+        return 2 * min(steps, said) <= max(steps, said) and abs(steps - said) * _middle(self._steps[False]) >= _MINUTE
 
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
@@ -174,7 +173,7 @@ class Schedule:
             return f"saved every {self.steps[level]} steps"
         if not self._said:
             return "saved as often as pays"
-        most = self.steps[level] + math.ceil(self._seconds[level] / self._step[False])
+        most = self.steps[level] + math.ceil(self._seconds[level] / _middle(self._steps[False]))
         return f"at most {most} step{'s' * (most > 1)} repeated"
 
     # -- what survives ------------------------------------------------------------------------------------------------
@@ -188,10 +187,10 @@ class Schedule:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """The mean without the extreme tenths."""
+    """The mean without the extreme tenths; 0 where there are none."""
     ordered = sorted(values)
     cut = len(ordered) // 10
-    return fmean(ordered[cut : len(ordered) - cut])
+    return fmean(ordered[cut : len(ordered) - cut] or [0.0])
 
 
 def _mixed(before: float, now: float) -> float:

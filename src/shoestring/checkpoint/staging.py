@@ -92,14 +92,11 @@ class Frame:
             self._leaf(each[0], each[1], tensor, world)
             for each, tensor in zip(self.outline, content.tensors, strict=True)
         ]
-        number = {leaf.name: index for index, leaf in enumerate(leaves)}
+        whole = {leaf.name: (index, leaf) for index, leaf in enumerate(leaves)}
         pieces = divided(leaves, world.rank, world.local_size)
         ordered = {kind: aligned(pieces[kind]) for kind in KINDS if pieces[kind] or kind == PRIVATE}
         self.forms = {kind: Form.of(each) for kind, each in ordered.items()}
-        self._cuts = {
-            kind: [_cut(piece, number[piece.name], leaves[number[piece.name]]) for piece in each]
-            for kind, each in ordered.items()
-        }
+        self._cuts = {kind: [_cut(piece, *whole[piece.name]) for piece in each] for kind, each in ordered.items()}
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
 
     def _leaf(self, own: bool, path: str, tensor: Tensor, world: World) -> Leaf:
