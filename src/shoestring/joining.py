@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,7 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
             yield World(roll.rank, size, local_rank, local_size, device)
         finally:
             dist.destroy_process_group()
+            settle()
 
 
 def _meet(timeout: float) -> Roll:
@@ -63,3 +66,39 @@ def _meet(timeout: float) -> Roll:
             f"the ranks did not find each other at {address[0]}:{address[1]}: {str(error).splitlines()[0]}",
             hint="is that address right, and reached from this host?",
         ) from error
+
+
+def settle(patience: float = 10.0) -> None:
+    """Wait until Gloo's threads have let go of the tensors of the last exchange.
+
+    They do so a moment after the exchange has returned, and need the interpreter's lock for it. A thread that waits
+    for the lock when the interpreter is taken apart is unwound by Python (up to 3.13) through a destructor, so a
+    process that has finished everything would end with SIGABRT (github.com/pytorch/pytorch/issues/190489). A group that
+    nothing refers to stops its threads when it is destroyed; but a model in DDP refers to its group.
+
+    Here the lock is free while this thread sleeps. Who is found asleep before and after, and was not awake in between,
+    waits for something else: for the next exchange, which does not come.
+
+    Args:
+        patience: seconds, after which they are left to themselves.
+    """
+    end, before = time.monotonic() + patience, None
+    while time.monotonic() < end:
+        now = asleep()
+        if None not in now and now == before:
+            return
+        before = now
+        time.sleep(0.001)
+
+
+def asleep() -> list[int | None]:
+    """How often each of Gloo's threads has fallen asleep so far; None for one that is awake."""
+    found: list[int | None] = []
+    for task in Path("/proc/self/task").glob("*/status"):  # nothing where the system is not Linux
+        try:
+            status = dict(line.split(":\t", 1) for line in task.read_text().splitlines())
+        except OSError:  # it has just ended
+            continue
+        if status["Name"] == "pt_gloo_runloop":
+            found.append(int(status["voluntary_ctxt_switches"]) if status["State"].startswith("S") else None)
+    return found

@@ -134,3 +134,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weights(
 
 def test_all_ranks_stop_after_the_same_step(two_ranks):
     assert two_ranks["stopped"] == [{"made": 4}, {"made": 4}]
+
+
+def test_the_threads_of_gloo_are_known_by_their_name(two_ranks):
+    assert all(threads >= 1 for threads in two_ranks["threads"])
