@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,37 @@ class Feed:
 
 
 def feed(run: Run, world: World, folder: Path) -> Feed:
-    """Read the data on every host, once, and make sure that all hosts read the same.
+    """Read the data on every host, prepare it once in every folder, and make sure that all hosts read the same.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
     if ":" in run.settings.data and not run.settings.data.startswith("hf:"):
         return _own(run, world)
-    if world.local_rank == 0:
-        corpus = world.agree(lambda: prepare(run.settings.data, run.data, folder))
-    else:
-        world.agree(lambda: None)
-        corpus = prepare(run.settings.data, run.data, folder)
+    first = _first_there(world, folder)
+    prepared = world.agree(lambda: prepare(run.settings.data, run.data, folder) if first else None)
+    corpus = world.agree(lambda: prepared or prepare(run.settings.data, run.data, folder))
     if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
         raise DataError(
             f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
         )
     return Feed(corpus.train, corpus.held_out, corpus)
+
+
+def _first_there(world: World, folder: Path) -> bool:
+    """Whether this rank is the first of all that see this very folder: hosts may share it, or have one each."""
+    if world.hosts == 1:
+        return world.first
+    token = world.decide(lambda: secrets.token_hex(4))
+    mark = folder / f".prepares-{token}-{world.rank}"
+    if world.local_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    world.barrier()
+    seen = [int(each.name.rpartition("-")[2]) for each in folder.glob(f".prepares-{token}-*")]
+    world.barrier()
+    mark.unlink(missing_ok=True)
+    return world.local_rank == 0 and world.rank == min(seen)
 
 
 def _own(run: Run, world: World) -> Feed:

@@ -163,6 +163,18 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_a_write_in_the_middle_of_another_leaves_both_whole(tmp_path):
+    """Hosts that share a folder may have processes of the same number."""
+
+    def pieces():
+        yield b"first, "
+        write_atomic(tmp_path / "file", b"second")
+        yield b"whole"
+
+    write_atomic(tmp_path / "file", pieces())
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"first, whole"
+
+
 @pytest.mark.parametrize("settings", [{"every": -1}, {"keep": 0}])
 def test_settings_out_of_range_are_refused(tmp_path, settings):
     with pytest.raises(ConfigError):

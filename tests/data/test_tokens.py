@@ -144,3 +144,17 @@ def test_an_interrupted_writer_leaves_the_old_file_and_nothing_else(tmp_path):
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["a.tokens"]
     assert (tmp_path / "a.tokens").read_bytes() == before
+
+
+def test_two_at_once_in_a_folder_leave_a_whole_file(tmp_path):
+    """Hosts that share a folder may have processes of the same number."""
+    path = tmp_path / "a.tokens"
+    with TokenWriter(path, 1000) as one, TokenWriter(path, 1000) as other:
+        for writer in (one, other):
+            writer.append(np.arange(50), size=3)
+        one.finish(tokenizer="t", recipe="r")
+        assert verify(path).tokens == 50
+        other.append(np.arange(20), size=2)
+        assert verify(path).tokens == 50
+        other.finish(tokenizer="t", recipe="r")
+    assert verify(path).tokens == 70 and [each.name for each in tmp_path.iterdir()] == ["a.tokens"]

@@ -87,7 +87,7 @@ class Files:
 
     def replace(self, path: Path, data: bytes, *, durable: bool = True) -> None:
         """Put `data` at `path`, all of it or nothing."""
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         try:
             self.write(aside, data, durable=durable)
             self.rename(aside, path)

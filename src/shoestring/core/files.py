@@ -13,7 +13,7 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
 
     An exception leaves nothing behind.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:

@@ -65,7 +65,7 @@ class TokenWriter:
         self.tokens = self.bytes = self.documents = 0
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._hash = hashlib.sha256()
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._partial = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         self._file = self._partial.open("wb")
         self._file.write(b" " * HEADER_BYTES)
 
