@@ -14,7 +14,6 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -32,6 +31,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def own_name(model: nn.Module, name: str) -> str:
     """The name of a parameter or buffer without what wrappers (DDP, torch.compile) add to it."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns  # takes a third of a second, which launching saves
+
     (own,) = _get_fqns(model, name)
     return own
 
