@@ -12,14 +12,14 @@ from shoestring.joining import settle
 
 @contextmanager
 def gloo_thread(work):
-    """A thread that a look at the process takes for Gloo's; it waits for `go`, does `work`, and waits for `leave`."""
+    """A thread that is taken for Gloo's; it waits for `go`, does `work(leave)`, and waits for `leave`."""
     go, leave, named = threading.Event(), threading.Event(), threading.Event()
 
     def run():
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
         named.set()
         go.wait()
-        work()
+        work(leave)
         leave.wait()
 
     thread = threading.Thread(target=run)
@@ -36,9 +36,9 @@ def gloo_thread(work):
 def test_it_waits_for_a_thread_that_has_still_to_let_go():
     done = []
 
-    def let_go():
+    def let_go(_):
         for _ in range(300):
-            time.sleep(0.0002)  # is mostly asleep, and then wants the interpreter's lock
+            time.sleep(0.0002)  # for less than `settle` looks away: asleep at most looks, and yet not done
         done.append(True)
 
     with gloo_thread(let_go) as go:
@@ -48,17 +48,15 @@ def test_it_waits_for_a_thread_that_has_still_to_let_go():
 
 
 def test_it_is_over_at_once_where_all_wait_for_the_next_exchange():
-    with gloo_thread(lambda: None):
+    with gloo_thread(lambda _: None):
         began = time.monotonic()
         settle(patience=60.0)
         assert time.monotonic() - began < 30.0
 
 
 def test_a_thread_that_never_rests_is_left_to_itself():
-    ended = threading.Event()
-
-    def turn():
-        while not ended.is_set():
+    def turn(leave):
+        while not leave.is_set():
             sum(range(1000))
 
     with gloo_thread(turn) as go:
@@ -66,4 +64,3 @@ def test_a_thread_that_never_rests_is_left_to_itself():
         began = time.monotonic()
         settle(patience=0.2)
         assert time.monotonic() - began >= 0.2
-        ended.set()

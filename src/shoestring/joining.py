@@ -84,14 +84,14 @@ def settle(patience: float = 10.0) -> None:
     """
     end, before = time.monotonic() + patience, None
     while time.monotonic() < end:
-        now = asleep()
+        now = gloo_threads()
         if None not in now and now == before:
             return
         before = now
         time.sleep(0.001)
 
 
-def asleep() -> list[int | None]:
+def gloo_threads() -> list[int | None]:
     """How often each of Gloo's threads has fallen asleep so far; None for one that is awake."""
     found: list[int | None] = []
     for task in Path("/proc/self/task").glob("*/status"):  # nothing where the system is not Linux

@@ -15,7 +15,7 @@ from shoestring.checkpoint.state import unpack
 from shoestring.core.errors import NonFiniteError, ShoestringError
 from shoestring.core.job import Job, call_model, compose
 from shoestring.core.world import World
-from shoestring.joining import asleep, join
+from shoestring.joining import gloo_threads, join
 from shoestring.run import parse
 from shoestring.train import train
 
@@ -253,7 +253,7 @@ def main(out: Path) -> None:
             "resumes": resumes(world, out.parent),
             "changing": changing_ranks(world, out.parent),
             "refused": refused(world, out.parent),
-            "threads": [int(one) for one in world.gather(str(len(asleep())).encode())],
+            "threads": [int(one) for one in world.gather(str(len(gloo_threads())).encode())],
             "golden": golden(world, out.parent),
         }
         if world.first:
