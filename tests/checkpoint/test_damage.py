@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.checkpoint import damage
 from benchmarks.checkpoint.damage import corrupted, places
@@ -46,6 +47,7 @@ def surveyed(folder):
     trainee = Trainee.of(setting)
     trainee.train(damage.STEPS)
     trainee.engine.close()
+    dist.barrier()  # what the others sealed last is there as well
     found = Counter((p.record.name.partition("-")[0].partition(".")[0], p.step) for p in places(setting))
     return sorted([*key, count] for key, count in found.items())
 
