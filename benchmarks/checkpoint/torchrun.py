@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoint.kills import Outcome, compared, in_batches
-from benchmarks.checkpoint.trainee import Task, finished, fresh, lines
+from benchmarks.checkpoint.trainee import Task, finished, fresh, gate, lines
 from benchmarks.harness import Bar
 from benchmarks.restart import environment
 
@@ -35,9 +35,14 @@ class Launch:
 
     task: Task
     agent: subprocess.Popen[bytes]
+    open_gate: Callable[[], None]
+    """Lets the ranks take their last step."""
 
     def strike(self, kills: int, draw: random.Random) -> int:
-        """Kill a rank of each start at a random moment, of so many starts; how many were hit before the run ended."""
+        """Kill a rank of each start at a random moment, of so many starts; how many were hit before the run ended.
+
+        The first always is.
+        """
         for start in range(kills):
             victim, training = draw.randrange(self.task.ranks), draw.random() < TRAINING
             pid = self._told("pids", start, victim)
@@ -49,6 +54,7 @@ class Launch:
                 return start
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
+            self.open_gate()
         return kills
 
     def _told(self, what: str, start: int, rank: int) -> int | None:
@@ -73,7 +79,7 @@ class Launch:
 
 @contextmanager
 def launched(task: Task, restarts: int) -> Iterator[Launch]:
-    """Start a task under torchrun; its agent is stopped at the end, and stops the ranks."""
+    """Start a task under torchrun, before a gate; its agent is stopped at the end, and stops the ranks."""
     options = {
         "--nproc-per-node": task.ranks,
         "--max-restarts": restarts,
@@ -81,18 +87,18 @@ def launched(task: Task, restarts: int) -> Iterator[Launch]:
     }
     words = [str(word) for pair in options.items() for word in pair]
     module = ["-m", "benchmarks.checkpoint.trainee", json.dumps(asdict(task))]
-    with (fresh(task.place) / "said-agent.txt").open("wb") as said:
+    with (fresh(task.place) / "said-agent.txt").open("wb") as said, gate(task) as open_gate:
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *module],
             stdout=said,
             stderr=subprocess.STDOUT,
             env=os.environ | environment(),
         )
-    try:
-        yield Launch(task, agent)
-    finally:
-        agent.terminate()
-        agent.wait()
+        try:
+            yield Launch(task, agent, open_gate)
+        finally:
+            agent.terminate()
+            agent.wait()
 
 
 def run(task: Task, kills: int, draw: random.Random) -> tuple[int, list[str]]:
@@ -105,6 +111,7 @@ def run(task: Task, kills: int, draw: random.Random) -> tuple[int, list[str]]:
         task = replace(task, settings={**task.settings, "memory": memory})
         with launched(task, kills + 1) as launch:
             struck = launch.strike(kills, draw)
+            launch.open_gate()
             try:
                 code = launch.agent.wait(PATIENCE)
             except subprocess.TimeoutExpired:
@@ -142,7 +149,7 @@ def batch(number: int, kills: int = BATCH) -> Outcome:
             what = f"{under}, {task.ranks // local} hosts, after kill {done}"
             struck, found = run(task, kills - done, draw)
             if not struck:
-                raise RuntimeError(f"{what}: the run ended before it was struck: {found}")
+                raise RuntimeError(f"{what}: the run ended by itself: {found}")
             done += struck
             wrong += [f"{what}: {each}" for each in found] + compared(task, expected, what)
     return Outcome(done, tuple(wrong))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -39,6 +40,7 @@ from shoestring.testing import jobs
 
 PATIENCE = 60.0  # seconds for one start of a run
 ROW = 1024  # weights
+GATE = "gate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +162,32 @@ def train(task: Task, rank: int, meet: Callable[..., None]) -> None:
         began = job.restore("auto") if job.restore else None
         say(task, rank, "starts", json.dumps([task.start, began or 0]))
         for number in range(job.progress.step, task.steps):
+            if number == task.steps - 1:
+                pass_gate(task)
             world = job.world
             job.step(jobs.batch(number, world.rank, world.size))
             say(task, rank, "safe", json.dumps([job.progress.step, max(safe_steps(job)), task.start]))
         (task.place / f"end-{rank}.json").write_text(json.dumps([digest(job), sorted(killer.passed)]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def gate(task: Task) -> Iterator[Callable[[], None]]:
+    """Keeps the ranks of a task from their last step until it is opened, so that a run cannot end before it is struck.
+
+    Yields:
+        What opens it; so does the end of this block, or of the process.
+    """
+    with (task.place / GATE).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield partial(fcntl.flock, file, fcntl.LOCK_UN)
+
+
+def pass_gate(task: Task) -> None:
+    """Wait until the gate is open, if there is one."""
+    with (task.place / GATE).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def job_of(task: Task, trace: Trace) -> Job:

@@ -30,6 +30,22 @@ def test_a_run_killed_under_torchrun_ends_as_if_nothing_had_been(tmp_path, under
 
 
 @pytest.mark.slow
+def test_a_run_does_not_end_before_it_was_struck(tmp_path):
+    task = Task(folder=str(tmp_path / "task"), steps=2)
+
+    class Late(random.Random):
+        """Its kills wait for the run to train, and then for longer than it does."""
+
+        def random(self):
+            return 0.0
+
+        def uniform(self, a, b):
+            return 1.5
+
+    assert run(task, 1, Late(0)) == (1, [])
+
+
+@pytest.mark.slow
 def test_a_start_that_fails_by_itself_is_noticed(tmp_path):
     failing = replace(Task(folder=str(tmp_path / "task")), victim=1, point="after forward", count=3)
     kills, (first, second) = run(failing, 0, random.Random(0))
