@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from benchmarks.checkpoint.trainee import PATIENCE, fresh
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.part import CHUNK
+from shoestring.checkpoint.checksum import CHUNK
 from shoestring.core.job import Job, compose
 from shoestring.core.kept import Progress
 from shoestring.core.world import World

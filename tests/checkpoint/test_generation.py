@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.checkpoint import disk
+from shoestring.checkpoint.checksum import CHUNK
 from shoestring.checkpoint.generation import FORMAT, LIMIT, Entry, Generation, Record
-from shoestring.checkpoint.part import CHUNK
 from shoestring.checkpoint.slots import SEAL, seals
 from shoestring.core.errors import CheckpointError
 

@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from shoestring.checkpoint.checksum import CHUNK, sums
 from shoestring.checkpoint.layout import DTYPES, Box, Leaf
-from shoestring.checkpoint.part import CHUNK, HEADER_LIMIT, Draft, Part, sums
+from shoestring.checkpoint.part import HEADER_LIMIT, Draft, Part
 from shoestring.core.errors import CheckpointError
 
 ABOUT = {"step": 3, "trees": {"shared": {}, "own": {}}}

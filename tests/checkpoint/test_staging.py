@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoestring.checkpoint.checksum import sums
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Generation
-from shoestring.checkpoint.part import ROOM, Part, sums
+from shoestring.checkpoint.part import ROOM, Part
 from shoestring.checkpoint.slots import Slot
 from shoestring.checkpoint.staging import BATCH, Stager
 from shoestring.checkpoint.tree import decode

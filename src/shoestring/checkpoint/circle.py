@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import crc32
 from shoestring.core._torch import name_groups_from, timeout_of
 from shoestring.core.world import World
 
@@ -98,7 +98,7 @@ class Circle:
         self._send(list(_messages(sends)))
         for (rank, view, mark), pair in zip(arriving, works, strict=True):
             _wait(pair)
-            if zlib.crc32(view.numpy().data) != int(mark):
+            if crc32(view.numpy().data) != int(mark):
                 raise ConnectionError(f"what rank {rank} sent did not arrive whole")
 
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
@@ -106,7 +106,7 @@ class Circle:
         window = 2 * len({rank for rank, _ in messages})
         under_way: deque[Sequence[dist.Work | None]] = deque()
         for rank, view in messages:
-            mark = torch.tensor([zlib.crc32(view.numpy().data)])
+            mark = torch.tensor([crc32(view.numpy().data)])
             under_way.append((dist.isend(view, rank, group=self.group), dist.isend(mark, rank, group=self.group)))
             if len(under_way) >= window:
                 _wait(under_way.popleft())

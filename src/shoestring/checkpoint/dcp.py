@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePath
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.exports import Saved, Stored
 from shoestring.checkpoint.layout import DTYPES, Box
 from shoestring.checkpoint.pickles import Call, Name, Outside, inert, plain
@@ -219,7 +219,7 @@ def _bytes(path: Path, start: int, info: zipfile.ZipInfo) -> Tensor:
     if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > path.stat().st_size:
         raise ValueError(f"`{path}` is compressed, or cut short")
     data = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
-    if zlib.crc32(data.data) != info.CRC:
+    if crc32(data.data) != info.CRC:
         raise ValueError(f"`{path}` is not what was written: a checksum differs")
     return torch.from_numpy(data)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import sums
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
-from shoestring.checkpoint.part import sums
 from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")

@@ -18,10 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import CHUNK, sums
 from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.checkpoint.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sources
-from shoestring.checkpoint.part import CHUNK, Draft, Part, mapped, sums
+from shoestring.checkpoint.part import Draft, Part, mapped
 from shoestring.checkpoint.plain import FORMAT as PLAIN_FORMAT
 from shoestring.checkpoint.state import unpack
 from shoestring.checkpoint.tree import decode, encode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoestring.checkpoint.part import CHUNK
+from shoestring.checkpoint.checksum import CHUNK, crc32
 from shoestring.core.files import sync_folder
 
 PIECE = 8 << 20  # bytes that one write is of
@@ -76,7 +75,7 @@ class Files:
         with path.open("rb") as file, naming(path):
             _forget(file.fileno())  # or it would be read from memory
             for each in sums:
-                if zlib.crc32(file.read(CHUNK)) != each:
+                if crc32(file.read(CHUNK)) != each:
                     raise OSError(errno.EIO, "it holds other bytes than were written", str(path))
             _forget(file.fileno())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from shoestring.checkpoint.part import CHUNK, Part
+from shoestring.checkpoint.checksum import CHUNK, crc32
+from shoestring.checkpoint.part import Part
 from shoestring.core.errors import CheckpointError
 
 FORMAT = 2
@@ -57,7 +57,7 @@ class Record:
 
     def dumps(self) -> bytes:
         body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
-        return json.dumps({"body": body, "sum": zlib.crc32(body.encode())}).encode()
+        return json.dumps({"body": body, "sum": crc32(body.encode())}).encode()
 
     @classmethod
     def loads(cls, data: bytes, source: str) -> Record:
@@ -68,7 +68,7 @@ class Record:
         """
         try:
             outer = json.loads(data)
-            if zlib.crc32(outer["body"].encode()) != outer["sum"]:
+            if crc32(outer["body"].encode()) != outer["sum"]:
                 raise CheckpointError(f"`{source}` is damaged: its content is not what was written")
             body = json.loads(outer["body"])
             if body["format"] != FORMAT:

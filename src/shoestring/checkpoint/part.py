@@ -7,7 +7,6 @@ leaves the tensors are) and `boxes` (JSON: of which tensor and which box of it e
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import CHUNK, crc32
 from shoestring.checkpoint.layout import DTYPES, Box, Leaf
 from shoestring.core.errors import CheckpointError
 
-CHUNK = 4 << 20  # bytes that one checksum is of
 HEADER_LIMIT = 100_000_000  # bytes of the longest header, safetensors' own limit
 ROOM = 1 << 10  # a header with its length is a multiple of this long: a number more in it does not move the pieces
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -115,12 +114,6 @@ def _entry(leaf: Leaf, taken: Mapping[str, Any]) -> str:
     return name if name not in taken and name != "__metadata__" else f"{name}#{len(taken)}"
 
 
-def sums(data: Tensor) -> list[int]:
-    """CRC-32 of each chunk of bytes (uint8, 1-d)."""
-    view = data.numpy().data
-    return [zlib.crc32(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK)]
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +164,7 @@ class Part:
         view = self.data.numpy().data
         for index in range(start // CHUNK, -(-(len(view) if stop is None else stop) // CHUNK)):
             if index not in self._good:
-                if zlib.crc32(view[index * CHUNK : (index + 1) * CHUNK]) != self.expected[index]:
+                if crc32(view[index * CHUNK : (index + 1) * CHUNK]) != self.expected[index]:
                     raise CheckpointError(f"`{self.name}` is damaged: chunk {index} is not what was written")
                 self._good.add(index)
 

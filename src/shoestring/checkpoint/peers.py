@@ -8,13 +8,13 @@ it was sent. That is B / (N - 1) bytes a rank in place of B, and any one rank of
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.circle import PIECE, Circle
 from shoestring.checkpoint.generation import Generation, Record
 from shoestring.checkpoint.layout import PRIVATE
@@ -60,7 +60,7 @@ def copy(circle: Circle, local: int, part: Tensor, slot: Slot, generation: Gener
 
 
 def _mark(data: Tensor) -> int:
-    return zlib.crc32(data.numpy().data)
+    return crc32(data.numpy().data)
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.checkpoint.checksum import sums
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
-from shoestring.checkpoint.part import Draft, Form, mapped, sums
+from shoestring.checkpoint.part import Draft, Form, mapped
 from shoestring.core.errors import CheckpointError
 
 ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
@@ -48,6 +49,8 @@ class Slot:
 
     stem: Path
     files: Files
+    threads: int = 1
+    """For its checksums."""
     generation: Generation | None = None
     """Of what is sealed in it."""
     lacking: str = ""
@@ -90,12 +93,19 @@ class Slot:
 
         Where the host's shared memory is full, it is this process's own: enough to write to disk from, gone with it.
         """
-        key = part.partition("-")[0]
+        self._parts[part] = self._room(part.partition("-")[0], nbytes).data[:nbytes]
+        return self._parts[part]
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make room for parts of so many bytes before they are there. For a slot that holds nothing."""
+        for part, nbytes in sizes.items():
+            self._room(part.partition("-")[0], nbytes)
+
+    def _room(self, key: str, nbytes: int) -> Room:
         room = self._rooms.get(key)
         if room is None or len(room.data) < nbytes:
             room = self._rooms[key] = Room(self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND))
-        self._parts[part] = room.data[:nbytes]
-        return self._parts[part]
+        return room
 
     def begin_part(self, part: str, draft: Draft) -> list[Tensor]:
         """Write a part's header; where its pieces go, in the draft's order."""
@@ -111,7 +121,8 @@ class Slot:
             self.files.before("reserve", path)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, nbytes)
+                if os.fstat(descriptor).st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
+                    os.posix_fallocate(descriptor, 0, nbytes)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -127,7 +138,7 @@ class Slot:
     def seal(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Record:
         """Say that everything is in it; checksums are of what it holds now."""
         parts = {
-            name: Entry(self._path(name.partition("-")[0]).name, len(data), tuple(sums(data)))
+            name: Entry(self._path(name.partition("-")[0]).name, len(data), tuple(sums(data, self.threads)))
             for name, data in self._parts.items()
         }
         record = Record(generation, parts, notes or {})

@@ -135,7 +135,10 @@ def home(tensor: Tensor, rank: int) -> int:
 
 @dataclass(eq=False)
 class Stager:
-    """Fills slots. One at a time: `start`, then `finish` before what it copies is changed."""
+    """Fills slots. One at a time: `start`, then `finish` before what it copies is changed.
+
+    One thread copies; another one does what follows a copy, for which the next copy need not wait.
+    """
 
     world: World
     stable: Callable[[], set[int]]
@@ -145,12 +148,20 @@ class Stager:
     _began: float = 0.0
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
     """Seconds from the start of each of the newest copies to where its end was waited for."""
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-copy"))
+    _copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-copy"))
+    _follower: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-seal"))
     _copying: Future[None] | None = None
+    """Until the training thread may go on; on a GPU, once the copies are issued."""
+    _copied: Future[None] | None = None
+    """Until the newest slot is full."""
     _hurry: threading.Event = field(default_factory=threading.Event)
     _pinned: dict[int, Tensor] = field(default_factory=dict)
     _stream: Any = None
+    _reading: Any = None
+    """The stream of what follows a copy."""
     _event: Any = None
+    _waits: deque[tuple[Any, Any]] = field(default_factory=deque)
+    """Events before and after each of the GPU's newest waits for copies."""
 
     def drafts(self, kept: Mapping[str, Kept], about: Mapping[str, Any]) -> dict[str, Draft]:
         """The parts that everything kept makes, by their names.
@@ -177,10 +188,12 @@ class Stager:
                 when.sources.append(source)
         now.do()
         self._hurry.clear()
+        self._copied = None
         if later.targets and self.world.device.type == "cuda":
-            self._copying = self._from_gpu(later, slot)
+            self._from_gpu(later, slot)
         elif later.targets:
-            self._copying = self._pool.submit(self._in_turn, later, min(self._times, default=0.0) / 2)
+            pace = min(self._times, default=0.0) / 2
+            self._copying = self._copied = self._copier.submit(self._in_turn, later, pace)
 
     def finish(self) -> None:
         """Wait until nothing is copied any more; on a GPU, make its next work wait."""
@@ -190,21 +203,37 @@ class Stager:
             self._copying.result()
             self._copying = None
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            training, before, after = torch.cuda.current_stream(), _mark(), _mark()
+            training.record_event(before)
+            training.wait_event(self._event)
+            training.record_event(after)
+            self._waits.append((before, after))
             self._event = None
 
-    def then(self, work: Callable[[], T]) -> Future[T]:
-        """Do some work once the slot is full, on the copying thread; on a GPU, on the stream of the copies."""
+    def waited(self) -> float:
+        """Seconds for which the GPU has waited for copies, as far as it is over and was not told before."""
+        seconds = 0.0
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            seconds += before.elapsed_time(after) / 1e3
+        return seconds
 
-        def beside() -> T:
-            with torch.cuda.stream(self._stream):
+    def then(self, work: Callable[[], T]) -> Future[T]:
+        """Do some work once the slot is full, beside the next copy; on a GPU, on a stream of its own."""
+        copied = self._copied
+
+        def following() -> T:
+            if copied is not None:
+                copied.result()
+            with torch.cuda.stream(self._reading):
                 return work()
 
-        return self._pool.submit(beside)
+        return self._follower.submit(following)
 
     def close(self) -> None:
         self._hurry.set()
-        self._pool.shutdown()
+        self._copier.shutdown()
+        self._follower.shutdown()
         self.unpin()
 
     def unpin(self) -> None:
@@ -221,9 +250,10 @@ class Stager:
                 self._hurry.wait(max(0.0, self._began + pace * number / len(batches) - time.perf_counter()))
                 batch.do()
 
-    def _from_gpu(self, copies: Copies, slot: Slot) -> Future[None]:
+    def _from_gpu(self, copies: Copies, slot: Slot) -> None:
         """On a side stream, into memory pinned to its exact size: torch's own pinning rounds up to powers of 2."""
-        self._stream = self._stream or torch.cuda.Stream()
+        if self._stream is None:
+            self._stream, self._reading = torch.cuda.Stream(), torch.cuda.Stream()
         for room in slot.parts(KINDS).values():
             self._pin(room)
         stepped = torch.cuda.current_stream().record_event()
@@ -238,9 +268,8 @@ class Stager:
             with span("stage", "copy", copies.nbytes):
                 self._stream.synchronize()
 
-        issued = self._pool.submit(issue)
-        self._pool.submit(landed)
-        return issued
+        self._copying = self._copier.submit(issue)
+        self._copied = self._copier.submit(landed)
 
     def _pin(self, view: Tensor) -> None:
         room = view.untyped_storage()
@@ -261,6 +290,10 @@ def _no_collecting() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _mark() -> Any:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _cudart() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch.distributed.tensor import DTensor
 
+from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.tree import decode, encode
 from shoestring.core.errors import CheckpointError
 
@@ -53,11 +53,11 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """CRC-32 of everything: safetensors itself would read a flipped bit as another number."""
-    total = zlib.crc32(tree.encode())
+    total = crc32(tree.encode())
     for name, tensor in sorted(tensors.items()):
-        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
         if tensor.numel():  # those without elements may have strides that cannot be viewed
-            total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+            total = crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
     return f"{total:08x}"
 
 

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from shoestring.checkpoint import Tiered, budget
+from shoestring.checkpoint.checksum import threads_beside
 from shoestring.checkpoint.circle import Circle, Pending
 from shoestring.checkpoint.files import Files, tried
 from shoestring.checkpoint.generation import Generation, Record
@@ -53,18 +55,21 @@ class Engine:
         self.circle = Circle.of(self.world)
         local = self.world.local_rank
         self.schedule = Schedule(self.settings, self.world.hosts)
-        self.own = [Slot(self.folder / f"own-{local}-{index}", self.files) for index in range(self.settings.slots)]
+        threads = threads_beside(self.world.local_size)
+        names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
+        self.own = [Slot(self.folder / name, self.files, threads) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first)
         self.safe = self.standing.safe
         self.keeper = Keeper(self.world, self.settings, self.folder, self.files, self.schedule, self.standing)
         self.start, self.uid = 0, ""
         self.finished = self._last = False
-        self._sealing: Future[str] | None = None
+        self._under_way: dict[Slot, Future[str] | Future[None]] = {}
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
         self._lasts = True  # and whether that outlives the process
+        self._refused = ""  # why nothing is sealed any more
         self._fits: bool | None = None  # whether the host's memory has room for the own slots
         self.copied = 0  # bytes
         self.stalled = self._stall = self._began = 0.0  # seconds
@@ -105,6 +110,7 @@ class Engine:
             self.stager.finish()
         self._stalled(began)
         if self._staged == self.progress.step:
+            self._stall += self.stager.waited()  # what a GPU waits for this copy is known, and counted, at the next
             self.schedule.stalled(self._stall)
             self.stalled += self._stall
         self._stall = 0.0
@@ -115,31 +121,32 @@ class Engine:
 
     def _state(self) -> list[float]:
         """What the ranks decide by; the least of each counts."""
+        if self._fits is None and self.world.device.type == "cuda":
+            self._reserve()
+        slot = self._slot(self._sealed)
         return [
             float(self._sealed),
             float(self._lasts) if self._fits is not False else -1.0,
-            float(self._slot() is not None),
+            -math.inf if slot is None else -float(_needed(slot)),
             float(self.keeper.idle),
             *(-each for each in self.schedule.costs()),
         ]
 
-    def _slot(self) -> Slot | None:
-        """The own slot to fill next; None while all are in use.
+    def _slot(self, sealed: int) -> Slot | None:
+        """The own slot to fill next; None while there is none.
 
-        Never the newest that lasts; nor that whose generation the peers have, for a lost host needs it on all others.
+        Never one that is being filled or sealed, nor that of the newest generation that all ranks have sealed or of a
+        newer one; nor that whose generation the peers have, for a lost host needs it on all others.
         """
-        if self._sealing is not None and not self._sealing.done():
-            return None
-        free = [each for each in self.own if each not in (self.keeper.pinned, self.keeper.reads)]
-        older = [
-            each for each in free if each.lacking or each.generation is None or each.generation.step < self._staged
-        ]
-        return oldest(older) if older else None
+        held = [self.keeper.pinned, self.keeper.reads]
+        held += [each for each, work in self._under_way.items() if not work.done()]
+        free = [each for each in self.own if each not in held and _needed(each) <= sealed]
+        return oldest(free) if free else None
 
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
         """Stage a generation, unless that would overwrite the newest that all ranks have sealed."""
         pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
-        sealed, lasts, free, idle, *costs = pulse.wait()
+        sealed, lasts, needed, idle, *costs = pulse.wait()
         self.schedule.agreed([-cost for cost in costs], step)
         self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
         if lasts < 0:  # on any rank there is no room, nor will there be
@@ -147,8 +154,8 @@ class Engine:
             due -= {PEERS}
         if self.world.first and (news := self.schedule.news()):
             log.info("%s", news)
-        slot = self._slot()
-        if not free or slot is None or sealed < self._staged:
+        slot = self._slot(int(sealed))
+        if slot is None or -needed > sealed:
             self.schedule.postpone(due)
             return
         further = due & {PEERS, DISK} if idle else set()
@@ -162,10 +169,9 @@ class Engine:
 
     def stage(self, slot: Slot, generation: Generation) -> None:
         about = {"step": generation.step, "start": generation.start, "uid": generation.uid, "at": time.time()}
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         if self._fits is None:
-            self._fits = True
-            budget.share(self.circle, self.world, self.settings, self.folder)
+            self._share()
         with span("stage", "copy") as marked:
             drafts = self.stager.drafts(self.kept, about)
             marked.nbytes = sum(draft.nbytes for draft in drafts.values())
@@ -173,7 +179,20 @@ class Engine:
             self.stager.start(drafts, slot)
         self.copied += marked.nbytes
         self._staged = generation.step
-        self._began = began
+
+    def _share(self) -> None:
+        """Find out how much of the host's memory there is for this rank; a collective."""
+        self._fits = True
+        budget.share(self.circle, self.world, self.settings, self.folder)
+
+    def _reserve(self) -> None:
+        """Make room beside training: fresh memory for what a GPU holds takes ten times as long as copying it."""
+        self._share()
+        sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
+        self._fit(self.own[0], sum(sizes.values()))
+        for slot in self.own:
+            if slot.generation is None and not slot.lacking:
+                self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
         """Take the host's memory for the own slots; where it is short this one stays alone, and outlives nothing."""
@@ -181,6 +200,7 @@ class Engine:
             reason = budget.lacking(self.world.memory, budget.OWN, len(self.own), nbytes)
             if reason:
                 self._fits = False
+                self._settle()
                 self.stager.unpin()
                 for each in self.own:
                     each.close(reason)
@@ -190,29 +210,32 @@ class Engine:
 
     def _then(self, slot: Slot, generation: Generation, further: set[str], loss: Tensor | None = None) -> None:
         """Seal once everything is copied, and let the other thread do what is due besides."""
+        began = self._began
 
         def seal() -> str:
-            if loss is not None and not math.isfinite(float(loss)):  # training will end by it
-                return f"the loss of step {generation.step} is not finite"
+            if not self._refused and loss is not None and not math.isfinite(float(loss)):
+                self._refused = f"the loss of step {generation.step} is not finite"
+            if self._refused:  # training will end by it, perhaps some steps later
+                return self._refused
             with span("seal", "copy"):
                 reason = tried(lambda: slot.seal(generation))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
             self._lasts = not lacking
             slot.generation = generation  # what is in it can be written to disk, sealed or not
             self._sealed = generation.step
-            self.schedule.took(MEMORY, time.perf_counter() - self._began)
+            self.schedule.took(MEMORY, time.perf_counter() - began)
             return ""
 
-        self._sealing = self.stager.then(seal)
+        self._under_way[slot] = sealing = self.stager.then(seal)
         if further:
-            self.keeper.keep(self._sealing, slot, further, Record(generation, {}, {"last": self._last}))
+            self.keeper.keep(sealing, slot, further, Record(generation, {}, {"last": self._last}))
 
     def finish(self) -> None:
         """Save on every level, and wait for it; a collective."""
         self.drain()
         step = self.progress.step
         generation = self._generation(step)
-        slot = self._slot() or oldest(self.own)
+        slot = self._slot(self._sealed) or oldest(self.own)
         self.world.agree(lambda: self.stage(slot, generation))
         self.stager.finish()
         self._last = True
@@ -228,10 +251,14 @@ class Engine:
     def drain(self) -> None:
         """Wait until nothing is under way."""
         self.stager.finish()
-        if self._sealing is not None:
-            self._sealing.result()
+        self._settle()
         self.keeper.drain()
         self._pulse = self._pulse and (self._pulse.wait(), None)[1]
+
+    def _settle(self) -> None:
+        """Wait until no own slot is being filled or sealed."""
+        for work in self._under_way.values():
+            work.result()
 
     def close(self) -> None:
         """Stop the threads; a run that ended with everything on disk leaves nothing in memory."""
@@ -253,3 +280,8 @@ class Engine:
             "checkpoint_lost": self.schedule.lost,
             **{f"checkpoint_safe_{level}": step for level, step in self.safe.items()},
         }
+
+
+def _needed(slot: Slot) -> int:
+    """The step that all ranks must have sealed before a slot may be filled: a newer one than it holds."""
+    return 0 if slot.lacking or slot.generation is None else slot.generation.step + 1

@@ -1,0 +1,125 @@
+"""Saves that are due before the one before is sealed: they take other slots, never that of the newest that all have."""
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.checkpoint.known import Known
+from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.attached import slots_folder
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.slots import SEAL, Slot, seals
+from shoestring.checkpoint.tiered import Engine
+from shoestring.core.job import Kept
+from shoestring.core.kept import Progress
+from shoestring.core.world import World
+
+
+class Gated(Files):
+    """Nothing is sealed while the gate is closed."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def replace(self, path, data, *, durable=True):
+        if path.name.endswith(SEAL):
+            self.gate.wait(30)
+        super().replace(path, data, durable=durable)
+
+
+class Rig:
+    """One rank that saves every step to memory."""
+
+    def __init__(self, folder, **settings):
+        self.files, self.progress = Gated(), Progress()
+        self.state = Known(partial(torch.full, (1000,)))
+        kept = {"mine": Kept(self.state, "own", None), "progress": Kept(self.progress, "same", None)}
+        self.settings = Tiered(
+            folder=str(folder / "saves"), memory=str(folder / "memory"), memory_every=1, disk_every=0, **settings
+        )
+        self.folder = slots_folder(self.settings, World())
+        self.engine = Engine(kept, self.progress, World(), self.settings, self.folder, set, self.files)
+
+    def step(self):
+        """One more; the steps that the slots hold then, or nothing of a slot that is being filled."""
+        self.engine.wait()
+        self.progress.step += 1
+        self.state.content = {"x": torch.tensor(float(self.progress.step))}
+        self.engine.capture(False)
+        return self.held()
+
+    def held(self):
+        return sorted(record.generation.step for _, record in seals(self.folder))
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(Rig(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.files.gate.set()
+        each.engine.close()
+
+
+def test_saves_go_on_while_earlier_ones_are_sealed_but_not_over_the_newest_that_is_whole(rig):
+    found = rig(slots=3)
+    for _ in range(3):
+        found.step()
+        found.engine.drain()
+    assert found.held() == [1, 2, 3]
+    found.files.gate.clear()
+    assert found.step() == [2, 3]  # the oldest slot is filled anew,
+    assert found.step() == [3]  # and before it is sealed the next one;
+    assert found.step() == [3] and found.step() == [3]  # but 3 is all there is, so nothing takes its place
+    found.files.gate.set()
+    found.engine.drain()
+    assert found.held() == [3, 4, 5]
+    found.step()  # what was put off is made up for
+    found.engine.drain()
+    assert found.held() == [4, 5, 8]
+
+
+def test_with_two_slots_one_save_is_under_way_at_a_time(rig):
+    found = rig(slots=2)
+    for _ in range(2):
+        found.step()
+        found.engine.drain()
+    found.files.gate.clear()
+    assert found.step() == [2] and found.step() == [2]
+    found.files.gate.set()
+    found.engine.drain()
+    assert found.held() == [2, 3]
+
+
+def test_memory_for_what_a_gpu_holds_is_reserved_beside_training(rig, monkeypatch):
+    found, reserved, gate = (
+        rig(slots=2, overlap=False),
+        {},
+        threading.Event(),
+    )  # without overlap no GPU is asked to copy
+    reserve = Slot.reserve
+
+    def late(slot, sizes):
+        gate.wait(30)
+        reserved[slot.stem.name] = threading.current_thread().name
+        reserve(slot, sizes)
+
+    monkeypatch.setattr(Slot, "reserve", late)
+    found.engine.world = replace(found.engine.world, device=torch.device("cuda"))
+    assert found.step() == [] and found.step() == []  # training goes on
+    gate.set()
+    found.engine.drain()
+    assert {*reserved.values()} == {"checkpoint-seal_0"} and {*reserved} == {"own-0-0", "own-0-1"}
+    assert all((found.folder / f"{name}.private").stat().st_size > 0 for name in reserved)
+    found.step()
+    found.engine.drain()
+    assert found.held() == [3]
