@@ -41,6 +41,6 @@ def test_each_chunk_has_its_own_in_order_however_many_compute_them(computing, th
     assert computing.sums(data, threads) == [zlib.crc32(chunk.numpy().data) for chunk in chunks]
 
 
-def test_threads_beside_training_are_half_of_a_ranks_share(monkeypatch):
+def test_threads_beside_training_are_a_quarter_of_a_ranks_share(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
-    assert [threads_beside(ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert [threads_beside(ranks) for ranks in (1, 2, 8, 16)] == [4, 2, 1, 1]

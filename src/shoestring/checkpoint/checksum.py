@@ -39,5 +39,9 @@ def _marks(chunks: Sequence[memoryview]) -> list[int]:
 
 
 def threads_beside(ranks: int) -> int:
-    """How many threads each of so many ranks of a host may use beside training: half of its share of the processors."""
-    return max(1, len(os.sched_getaffinity(0)) // (2 * ranks)) if hasattr(os, "sched_getaffinity") else 1
+    """How many threads each of so many ranks of a host may use beside training: a quarter of its share of processors.
+
+    Every chunk takes the interpreter's lock once. More threads do so more often than a training thread that launches
+    work for a GPU can bear.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // (4 * ranks)) if hasattr(os, "sched_getaffinity") else 1
