@@ -1,9 +1,10 @@
 # make train: trains a small language model on this machine, in about five minutes after installation.
 # make test:  runs the tests.  make check: lint, types, layers, sizes.  make bench: the quick benchmarks.
+# make gpu:   on a machine with a GPU, the tests and bars that need one.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check bench docs clean
+.PHONY: train test check bench gpu docs clean
 .DELETE_ON_ERROR:
 
 train: .venv/run.stamp
@@ -23,6 +24,10 @@ check: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.foundation
+
+gpu: .venv/dev.stamp
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.gpu
 
 docs: .venv/dev.stamp
 	$(BIN)/python -m tools.reference

@@ -8,10 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("same", derandomize=True)  # the same examples at every run
+# The same examples at every run; how long drawing them takes says something of the machine, not of what is tested.
+settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
+
+
+def pytest_configure(config):
+    """Hide GPUs from all tests but those that need one (`-m gpu`): the others count on a CPU, and on several ranks."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

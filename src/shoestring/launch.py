@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -19,7 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoestring.core._torch import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
-GRACE = 600  # seconds that workers have to finish their step and save after a signal
+GRACE = 600  # seconds that workers have to finish their step and save after a signal; 30 before torch 2.12
+_GRACE: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -91,7 +93,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         max_restarts=restarts,
         monitor_interval=0.1,
         local_addr=LOOPBACK,
-        shutdown_timeout=GRACE,
+        **_GRACE,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     try:

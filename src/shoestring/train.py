@@ -125,6 +125,7 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
             _plan(job, run, meter, time.perf_counter() - began)
         if run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0:
             meter.write(job.progress.step, evaluate(job, run, data, PART))
+    job.world.agree(job.verify)
     return time.perf_counter() - began
 
 

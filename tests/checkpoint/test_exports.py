@@ -322,8 +322,8 @@ def test_damage_far_behind_the_header_is_found_when_it_is_read(tmp_path):
     for way in ("safetensors", "dcp"):
         with pytest.raises(CheckpointError, match="is damaged: chunk 3"):
             exported(tmp_path / "run", tmp_path / way, way)
-        left = [path.name for path in tmp_path.glob(f"{way}/*")]  # torch leaves the file that it was at
-        assert left == ([] if way == "safetensors" else ["__0_0.distcp"])
+        left = {path.name for path in tmp_path.glob(f"{way}/*")}
+        assert left <= (set() if way == "safetensors" else {"__0_0.distcp"})  # torch may leave the file that it was at
 
 
 def test_going_on_from_an_import_is_no_failure(tmp_path):

@@ -122,5 +122,12 @@ def test_a_run_goes_on_bitwise_from_what_was_in_memory(settings):
     assert all(map(torch.equal, found, expected)) and torch.equal(drawn, random)
 
 
+def test_memory_that_cannot_be_pinned_does(tmp_path):
+    """A file on a disk. That CUDA refused it must not come up as an error of some later kernel."""
+    with tiny(Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path), memory_every=1, disk_every=0), 9) as job:
+        go_on(job, 9)
+        assert job.trace.facts["checkpoint_bytes"] > 0
+
+
 def sealed_steps(settings):
     return [record.generation.step for _, record in seals(slots_folder(settings, World()))]

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -275,9 +275,11 @@ class Stager:
         room = view.untyped_storage()
         if room.data_ptr() not in self._pinned:
             whole = torch.empty(0, dtype=torch.uint8).set_(room)
-            failed = _cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)
-            if int(failed) == 0:
+            if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
                 self._pinned[room.data_ptr()] = whole
+                return
+            with suppress(RuntimeError):  # a file on a disk, say: copies are slower; the next kernel would raise this
+                torch.ones(1, device=self.world.device)
 
 
 @contextmanager

@@ -94,8 +94,7 @@ class Job:
         self.refuse: Callable[[NonFiniteError], None] = _raise  # replicas that train alone end together
         self.stopping = False
         self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
-        self._stop_asked = False
-        self._silent = False
+        self._stop_asked = self._silent = False
         self._totals: Tensor | None = None
         if isinstance(self.model, DistributedDataParallel):
             self.module, self.replicas, self.sync = self.model.module, (HOSTS, LOCAL), no_sync(self.model)
@@ -249,9 +248,11 @@ class Job:
         self.stopping = votes > 0
 
     def verify(self) -> None:
-        """Raise NonFiniteError if the newest step's loss was not finite; waits for the device. Called before a save."""
-        if self._totals is not None and not math.isfinite(float(self._totals[0])):
-            raise NonFiniteError(f"the loss became {float(self._totals[0])} at step {self.progress.step}")
+        """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
+        loss, count, _ = (0.0, 0.0, 0.0) if self._totals is None else self._totals.tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss became {loss} at step {self.progress.step}")
+        self.progress.tokens, self._totals = self.progress.tokens + int(count), None
 
     def _apply(self, sums: Tensor) -> None:
         self.scaler.unscale_(self.built_optimizer)

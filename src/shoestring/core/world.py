@@ -89,9 +89,8 @@ class World:
         mine = self.rank == source
         length = torch.tensor([len(data or b"") if mine else 0], device=self.device)
         dist.broadcast(length, source)
-        count = int(length)
-        content = self._tensor(data or b"") if mine else torch.empty(count, dtype=torch.uint8, device=self.device)
-        if count:
+        content = self._tensor(data or b"") if mine else torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if len(content):
             dist.broadcast(content, source)
         return content.cpu().numpy().tobytes()
 
