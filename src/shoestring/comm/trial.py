@@ -58,7 +58,7 @@ class Trial:
             links=links,
             ranks=[Seen.of(json.loads(each)) for each in everyone],
             bucket=model.bucket_bytes_cap,
-            lanes=1 if "nccl" in dist.get_backend(model.process_group) else 2,
+            lanes=1 if "nccl" in dist.get_backend_config(model.process_group) else 2,
             shard=self.world.local_size if self.torus else 1,
         )
 

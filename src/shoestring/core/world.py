@@ -123,7 +123,7 @@ class World:
             return cls(device=own_device(0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
-        on_gpu = "nccl" in dist.get_backend()
+        on_gpu = "nccl" in dist.get_backend_config()  # where none was named, `get_backend` knows none
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),

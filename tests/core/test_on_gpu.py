@@ -1,13 +1,15 @@
-"""A job on a GPU: its numbers are read a step late, and all of them are there at the end."""
+"""A job on a GPU, whose numbers are read a step late; and the world of a program that made its group itself."""
 
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import SGD
 
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.job import Job, compose
+from shoestring.core.world import World
 from shoestring.testing import jobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -43,3 +45,12 @@ def test_a_loss_that_is_not_finite_is_told_a_step_late_or_at_the_end():
     job = stepped(3, spoiled=3)
     with pytest.raises(NonFiniteError, match="at step 3"):
         job.verify()
+
+
+@pytest.mark.parametrize("backend", [None, "nccl", "cuda:nccl,cpu:gloo", "gloo"])
+def test_the_world_is_on_gpus_where_the_group_can_talk_of_them(tmp_path, backend):
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert World.current().device.type == ("cpu" if backend == "gloo" else "cuda")
+    finally:
+        dist.destroy_process_group()
