@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
 import fused_kernel_checks
 import pytest
@@ -20,8 +15,6 @@ from shoestring.comm.dgc import DGC
 from shoestring.comm.fused import Sum
 from shoestring.comm.rehearsal import rehearse
 from shoestring.comm.topk import TopK
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 VARIANTS = [
     partial(TopK, 0.05),
@@ -81,28 +74,3 @@ def test_a_threshold_that_lets_too_many_or_too_few_through_is_not_used(threshold
     M = g + e
     assert fused.picked(Sum(g, e), 20, torch.tensor(threshold), largest=False) is None
     assert torch.equal(g, M)
-
-
-def script(name: str, **environment: str) -> str:
-    """What a script beside this file prints."""
-    command = [sys.executable, str(Path(__file__).with_name(name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@needs_triton
-def test_the_kernel_interpreted():
-    assert script("fused_kernel_checks.py", TRITON_INTERPRET="1") == "as it must be\n"
-
-
-@needs_triton
-def test_the_kernel_compiles(tmp_path):
-    assert script("fused_kernel_compiles.py", TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
-
-
-@needs_triton
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_kernel_on_a_gpu():
-    fused_kernel_checks.main("cuda")

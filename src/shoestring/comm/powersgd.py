@@ -7,35 +7,25 @@ A matrix M = g + e of n x m travels as P (n x r) and Qᵀ (r x m). It departs fr
 - `alternate` makes one half of the iteration a step, P and Q in turn: half the bytes and one exchange instead of two,
   with a basis that is one step old. So does the authors' later package (epfml/powersgd).
 
-Memory is read six times a step, which is what it costs. Q is kept transposed, so that both products run along rows:
-with Q as (m, r), they take three to four times as long on a CPU.
+Memory is read six times a step, which is what it costs (`lowrank`). Q is kept transposed, so that both products run
+along rows: with Q as (m, r), they take three to four times as long on a CPU.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Coding, Grads, Mean, Turn
 from shoestring.comm.dense import flattened, spread
+from shoestring.comm.lowrank import Matrix, decode, leave, products, project
 from shoestring.core._torch import foreach_copy_
 
 RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One parameter's gradient and residual, (n, m), and the basis that the step before left."""
-
-    name: str
-    grad: Tensor
-    residual: Tensor
-    P: Tensor | None  # (n, r); or
-    Qt: Tensor | None  # (r, m)
 
 
 class PowerSGD(Codec):
@@ -81,17 +71,13 @@ class PowerSGD(Codec):
 
     def _iteration(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
         """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
-        P = self._products(matrices)
+        P = products(matrices)
         yield from averaged(P, whole, self.dtype)
         orthogonalise(P)
-        Qt = []
-        for each, P_ in zip(matrices, P, strict=True):
-            M = each.residual.add_(each.grad)
-            Qt.append(P_.t() @ M)
-            M.addmm_(P_, Qt[-1], alpha=-1)
+        Qt = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
         yield from averaged(Qt, [], self.dtype)
         for each, P_, Qt_ in zip(matrices, P, Qt, strict=True):
-            _decode(each.grad, P_, Qt_)
+            decode(each, P_, Qt_)
             self.state["Qt"][each.name] = Qt_
 
     def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
@@ -100,25 +86,16 @@ class PowerSGD(Codec):
         Or Q = mean(Mᵀ P) for such a P, and Q the next basis.
         """
         matrices = _orthonormal(matrices)
-        own = self._products(matrices)
+        own = products(matrices)
         mean = [product.clone() for product in own]
         yield from averaged(mean, whole, self.dtype)
         for each, own_, mean_ in zip(matrices, own, mean, strict=True):
             P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
             assert P is not None and Qt is not None
-            each.residual.add_(each.grad).addmm_(P, Qt, alpha=-1)
-            _decode(each.grad, *((mean_, Qt) if each.P is None else (P, mean_)))
+            leave(each, P, Qt)
+            decode(each, *((mean_, Qt) if each.P is None else (P, mean_)))
             del self.state[other][each.name]
             self.state[kind][each.name] = mean_
-
-    def _products(self, matrices: list[Matrix]) -> list[Tensor]:
-        """M Q, or Pᵀ M, of each: one matrix at a time stays in the cache between sum and product."""
-        scratch = matrices[0].residual.new_empty(max(each.residual.numel() for each in matrices))
-        found = []
-        for each in matrices:
-            M = torch.add(each.grad, each.residual, out=scratch[: each.grad.numel()].view(each.grad.shape))
-            found.append(M @ each.Qt.t() if each.Qt is not None else each.P.t() @ M)  # pyright: ignore
-        return found
 
     def _pays(self, grad: Tensor) -> bool:
         if grad.ndim < 2 or not grad.numel():
@@ -171,13 +148,6 @@ def _orthonormal(matrices: list[Matrix]) -> list[Matrix]:
         [basis for each in found for basis in (each.P, None if each.Qt is None else each.Qt.t()) if basis is not None]
     )
     return found
-
-
-def _decode(grad: Tensor, P: Tensor, Qt: Tensor) -> None:
-    if grad.dtype == P.dtype:
-        torch.mm(P, Qt, out=grad)
-    else:
-        grad.copy_(P @ Qt)
 
 
 def orthogonalise(matrices: list[Tensor]) -> None:

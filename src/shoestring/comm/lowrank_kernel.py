@@ -1,0 +1,105 @@
+"""The kernels of `lowrank`, for devices that Triton compiles for. To be imported only where triton is.
+
+Matrices are contiguous: g and e (n, m), P (n, r), Qᵀ (r, m), of which all but g are fp32. R is r rounded up, to what
+tl.dot takes where that is used; products are in fp32, not tf32.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def right(
+    g: tl.tensor,
+    e: tl.tensor,
+    Qt: tl.tensor,
+    out: tl.tensor,  # (splits, n, r), fp32: M Q is their sum
+    n: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    STEPS: tl.constexpr,  # of BM columns each, in a split
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:
+    """M Q for M = g + e, in parts: of a block of rows and a chunk of columns each."""
+    rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
+    THIN: tl.constexpr = R < 16  # by products of entries, each summed up in its own register until the end
+    acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
+    for step in range(STEPS):
+        cols = (split * STEPS + step) * BM + tl.arange(0, BM)
+        at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
+        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
+        known = (ranks[:, None] < r) & (cols[None, :] < m)
+        q = tl.load(Qt + ranks[:, None].to(tl.int64) * m + cols[None, :], mask=known, other=0.0)
+        if THIN:
+            acc += M[:, None, :] * q[None, :, :]
+        else:
+            acc += tl.dot(M, tl.trans(q), input_precision="ieee")
+    if THIN:
+        total = tl.sum(acc, 2)
+    else:
+        total = acc
+    place = (split.to(tl.int64) * n + rows[:, None]) * r + ranks[None, :]
+    tl.store(out + place, total, mask=(rows[:, None] < n) & (ranks[None, :] < r))
+
+
+@triton.jit
+def left(
+    g: tl.tensor,
+    e: tl.tensor,
+    P: tl.tensor,
+    out: tl.tensor,  # (splits, r, m), fp32: Pᵀ M is their sum
+    n: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    STEPS: tl.constexpr,  # of BN rows each, in a split
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:
+    """Pᵀ M for M = g + e, in parts: of a block of columns and a chunk of rows each."""
+    cols, ranks, split = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, R), tl.program_id(1)
+    acc = tl.zeros([R, BM], tl.float32)
+    for step in range(STEPS):
+        rows = (split * STEPS + step) * BN + tl.arange(0, BN)
+        at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
+        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
+        known = (rows[:, None] < n) & (ranks[None, :] < r)
+        p = tl.load(P + rows[:, None].to(tl.int64) * r + ranks[None, :], mask=known, other=0.0)
+        acc += tl.dot(tl.trans(p), M, input_precision="ieee")
+    place = (split.to(tl.int64) * r + ranks[:, None]) * m + cols[None, :]
+    tl.store(out + place, acc, mask=(ranks[:, None] < r) & (cols[None, :] < m))
+
+
+@triton.jit
+def outer(
+    g: tl.tensor,
+    e: tl.tensor,
+    P: tl.tensor,
+    Qt: tl.tensor,
+    n: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    LEAVE: tl.constexpr,
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:
+    """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; of a block of rows and columns each."""
+    across = (m + BM - 1) // BM
+    block = tl.program_id(0)
+    rows, cols = (block // across) * BN + tl.arange(0, BN), (block % across) * BM + tl.arange(0, BM)
+    ranks = tl.arange(0, R)
+    by_row, by_col = (rows[:, None] < n) & (ranks[None, :] < r), (ranks[:, None] < r) & (cols[None, :] < m)
+    p = tl.load(P + rows[:, None].to(tl.int64) * r + ranks[None, :], mask=by_row, other=0.0)
+    q = tl.load(Qt + ranks[:, None].to(tl.int64) * m + cols[None, :], mask=by_col, other=0.0)
+    product = tl.dot(p, q, input_precision="ieee")
+    at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
+    if LEAVE:
+        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
+        tl.store(e + at, M - product, mask=inside)
+    else:
+        tl.store(g + at, product.to(g.dtype.element_ty), mask=inside)

@@ -1,0 +1,75 @@
+"""What the kernels of `lowrank` must do; run as a script where Triton interprets them, and by tests on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shoestring.comm import fused
+from shoestring.comm.lowrank import Matrix, decode, leave, products, project
+
+
+def drawn(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> tuple[Matrix, Matrix]:
+    """A matrix with a basis for either side."""
+    draw = torch.Generator().manual_seed(n * m + rank)
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(device)
+
+    grad, residual = of(n, m).to(dtype), of(n, m)
+    return Matrix("a", grad, residual, None, of(rank, m)), Matrix("a", grad, residual, of(n, rank), None)
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Within what sums in fp32 (not tf32) and one rounding to `dtype` leave."""
+    error = float(torch.linalg.vector_norm(ours.double() - exact) / torch.linalg.vector_norm(exact))
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3), error
+    assert ours.isfinite().all()
+
+
+def assert_does_what_the_formulas_say(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> None:
+    right, left = drawn(n, m, rank, dtype, device)
+    assert right.by_kernel and left.by_kernel
+    assert right.Qt is not None and left.P is not None
+    M, P, Qt = right.grad.double() + right.residual.double(), left.P, right.Qt
+    before = right.grad.clone(), right.residual.clone()
+    own_right, own_left = products([right, left])
+    close(own_right, M @ Qt.double().t())
+    close(own_left, P.double().t() @ M)
+    assert torch.equal(right.grad, before[0]) and torch.equal(right.residual, before[1])
+    leave(right, P, Qt)
+    close(right.residual, M - P.double() @ Qt.double())
+    right.residual.copy_(before[1])
+    basis = torch.linalg.qr(P)[0].t().contiguous().t()  # not contiguous, as a basis may be
+    found = project(left, basis)
+    close(found, basis.double().t() @ M)
+    close(left.residual, M - basis.double() @ (basis.double().t() @ M))
+    decode(left, P, Qt)
+    close(left.grad, P.double() @ Qt.double(), dtype)
+
+
+def assert_tells(device: str) -> None:
+    """What is not finite reaches the product that travels first."""
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for matrix in drawn(40, 200, 3, torch.float32, device):
+            matrix.grad[39, 199] = value
+            assert not products([matrix])[0].isfinite().all()
+            matrix.grad[39, 199] = 0
+
+
+SIZES = [(2, 1, 1), (32, 128, 4), (33, 129, 4), (700, 300, 5), (40, 3000, 20), (1500, 7, 1), (64, 90, 40)]
+
+
+def main(device: str) -> None:
+    for n, m, rank in SIZES:
+        assert_does_what_the_formulas_say(n, m, rank, torch.float32, device)
+    assert_does_what_the_formulas_say(300, 500, 4, torch.bfloat16, device)
+    assert_tells(device)
+
+
+if __name__ == "__main__":
+    assert os.environ["TRITON_INTERPRET"]
+    fused.available = lambda device: True
+    main("cpu")
+    print("as it must be")
