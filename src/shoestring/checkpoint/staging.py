@@ -155,7 +155,8 @@ class Stager:
     _copied: Future[None] | None = None
     """Until the newest slot is full."""
     _hurry: threading.Event = field(default_factory=threading.Event)
-    _pinned: dict[int, Tensor] = field(default_factory=dict)
+    _pinned: dict[int, Tensor | None] = field(default_factory=dict)
+    """By address, memory of slots; None where it cannot be pinned."""
     _stream: Any = None
     _reading: Any = None
     """The stream of what follows a copy."""
@@ -238,8 +239,9 @@ class Stager:
 
     def unpin(self) -> None:
         """Let go of the memory of slots; for when nothing is on its way to them."""
-        for room in self._pinned.values():
-            _cudart().cudaHostUnregister(room.data_ptr())
+        for address, room in self._pinned.items():
+            if room is not None:
+                _cudart().cudaHostUnregister(address)
         self._pinned.clear()
 
     def _in_turn(self, copies: Copies, pace: float) -> None:
@@ -273,13 +275,14 @@ class Stager:
 
     def _pin(self, view: Tensor) -> None:
         room = view.untyped_storage()
-        if room.data_ptr() not in self._pinned:
-            whole = torch.empty(0, dtype=torch.uint8).set_(room)
-            if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
-                self._pinned[room.data_ptr()] = whole
-                return
-            with suppress(RuntimeError):  # a file on a disk, say: copies are slower; the next kernel would raise this
-                torch.ones(1, device=self.world.device)
+        if room.data_ptr() in self._pinned:
+            return
+        if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
+            self._pinned[room.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(room)
+            return
+        self._pinned[room.data_ptr()] = None  # a file on a disk, say: copies to it are slower
+        with suppress(RuntimeError):  # which otherwise some later kernel would raise
+            torch.ones(1, device=self.world.device)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     staged ─ sealed in this host's memory ─ kept by peers ─ written to disk ─ committed ─ retired
 
-The training thread only stages; a thread copies, another one does what needs peers or disk (`keeper`). All ranks take
-the same decisions at the same steps: what they depend on is agreed a step before, by one small all-reduce.
+The training thread only stages; a thread copies, one seals, and one does what needs peers or disk (`keeper`). All ranks
+take the same decisions at the same steps: what they depend on is agreed a step before, by one small all-reduce.
 """
 
 from __future__ import annotations
