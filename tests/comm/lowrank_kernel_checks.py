@@ -6,8 +6,10 @@ import os
 
 import torch
 
-from shoestring.comm import fused
+from shoestring.comm import fused, lowrank
 from shoestring.comm.lowrank import Matrix, decode, leave, products, project
+from shoestring.comm.powersgd import PowerSGD
+from shoestring.comm.rehearsal import rehearse
 
 
 def drawn(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> tuple[Matrix, Matrix]:
@@ -58,14 +60,33 @@ def assert_tells(device: str) -> None:
             matrix.grad[39, 199] = 0
 
 
+def assert_the_codec_does_the_same(alternate: bool, device: str) -> None:
+    """Over steps of two ranks, as by torch's operations: averages, residuals and bases."""
+    kernels, found = fused.available, []
+    for available in (kernels, lambda device: False):
+        fused.available = available
+        codecs, draw = [PowerSGD(3, alternate=alternate, least=1) for _ in range(2)], torch.Generator().manual_seed(1)
+        for step in range(4):
+            grads = [{"a": torch.randn(90, 40, generator=draw).to(device)} for _ in codecs]
+            rehearse(codecs, grads, step)
+        found.append([grads[0]["a"], *(each["a"] for each in codecs[1].state.values() if each)])
+    fused.available = kernels
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 SIZES = [(2, 1, 1), (32, 128, 4), (33, 129, 4), (700, 300, 5), (40, 3000, 20), (1500, 7, 1), (64, 90, 40)]
 
 
 def main(device: str) -> None:
-    for n, m, rank in SIZES:
-        assert_does_what_the_formulas_say(n, m, rank, torch.float32, device)
-    assert_does_what_the_formulas_say(300, 500, 4, torch.bfloat16, device)
+    usual = lowrank.PROGRAMS
+    for lowrank.PROGRAMS in (2, usual):  # few programs take many steps each
+        for n, m, rank in SIZES:
+            assert_does_what_the_formulas_say(n, m, rank, torch.float32, device)
+        assert_does_what_the_formulas_say(300, 500, 4, torch.bfloat16, device)
     assert_tells(device)
+    for alternate in (False, True):
+        assert_the_codec_does_the_same(alternate, device)
 
 
 if __name__ == "__main__":
