@@ -24,9 +24,9 @@ def drawn(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> tuple[M
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Within what sums in fp32 (not tf32) and one rounding to `dtype` leave."""
+    """Within what sums of some thousand terms leave in fp32 (3e-6; tf32: 3e-4), and one rounding to `dtype`."""
     error = float(torch.linalg.vector_norm(ours.double() - exact) / torch.linalg.vector_norm(exact))
-    assert error < (1e-6 if dtype == torch.float32 else 4e-3), error
+    assert error < (1e-5 if dtype == torch.float32 else 4e-3), error
     assert ours.isfinite().all()
 
 
