@@ -174,7 +174,9 @@ class Stager:
             found = Content(kept)
             if self._frame is None or self._frame.outline != found.outline:
                 self._frame = Frame(found, self.world)
-            return self._frame.drafts(found, about)
+            made = self._frame.drafts(found, about)
+            del found  # or it would be among what has survived a collection, which makes the next one thorough
+        return made
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
         """Begin to fill a slot: at once with what the next pass may change, and beside it with the rest."""
