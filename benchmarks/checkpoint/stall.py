@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -79,6 +80,8 @@ def of_many(folder: Path, saves: int = 40) -> list[float]:
     with job_of(fresh(folder), overlap=True, width=16, layers=MANY) as job:
         batch = (torch.randn(4, 16),)
         for number in range(9 + 3 * saves):
+            if number == 9:
+                gc.collect()  # what was imported until then must not be looked through during a save
             before = job.trace.facts.get("checkpoint_stall", 0.0)
             job.step(batch)
             if number >= 9 and (stall := job.trace.facts["checkpoint_stall"] - before):
