@@ -11,6 +11,13 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
+def block(x: tl.tensor, rows: tl.tensor, cols: tl.tensor, n: tl.tensor, m: tl.tensor) -> tl.tensor:
+    """Some rows and columns of a matrix (n, m), in fp32; zero beyond its edges."""
+    at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def right(
     g: tl.tensor,
     e: tl.tensor,
@@ -30,10 +37,8 @@ def right(
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
     for step in range(STEPS):
         cols = (split * STEPS + step) * BM + tl.arange(0, BM)
-        at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
-        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
-        known = (ranks[:, None] < r) & (cols[None, :] < m)
-        q = tl.load(Qt + ranks[:, None].to(tl.int64) * m + cols[None, :], mask=known, other=0.0)
+        M = block(g, rows, cols, n, m) + block(e, rows, cols, n, m)
+        q = block(Qt, ranks, cols, r, m)
         if THIN:
             acc += M[:, None, :] * q[None, :, :]
         else:
@@ -65,11 +70,8 @@ def left(
     acc = tl.zeros([R, BM], tl.float32)
     for step in range(STEPS):
         rows = (split * STEPS + step) * BN + tl.arange(0, BN)
-        at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
-        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
-        known = (rows[:, None] < n) & (ranks[None, :] < r)
-        p = tl.load(P + rows[:, None].to(tl.int64) * r + ranks[None, :], mask=known, other=0.0)
-        acc += tl.dot(tl.trans(p), M, input_precision="ieee")
+        M = block(g, rows, cols, n, m) + block(e, rows, cols, n, m)
+        acc += tl.dot(tl.trans(block(P, rows, ranks, n, r)), M, input_precision="ieee")
     place = (split.to(tl.int64) * r + ranks[:, None]) * m + cols[None, :]
     tl.store(out + place, acc, mask=(ranks[:, None] < r) & (cols[None, :] < m))
 
@@ -90,16 +92,13 @@ def outer(
 ) -> None:
     """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; of a block of rows and columns each."""
     across = (m + BM - 1) // BM
-    block = tl.program_id(0)
-    rows, cols = (block // across) * BN + tl.arange(0, BN), (block % across) * BM + tl.arange(0, BM)
+    place = tl.program_id(0)
+    rows, cols = (place // across) * BN + tl.arange(0, BN), (place % across) * BM + tl.arange(0, BM)
     ranks = tl.arange(0, R)
-    by_row, by_col = (rows[:, None] < n) & (ranks[None, :] < r), (ranks[:, None] < r) & (cols[None, :] < m)
-    p = tl.load(P + rows[:, None].to(tl.int64) * r + ranks[None, :], mask=by_row, other=0.0)
-    q = tl.load(Qt + ranks[:, None].to(tl.int64) * m + cols[None, :], mask=by_col, other=0.0)
-    product = tl.dot(p, q, input_precision="ieee")
+    product = tl.dot(block(P, rows, ranks, n, r), block(Qt, ranks, cols, r, m), input_precision="ieee")
     at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
     if LEAVE:
-        M = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) + tl.load(e + at, mask=inside, other=0.0)
+        M = block(g, rows, cols, n, m) + block(e, rows, cols, n, m)
         tl.store(e + at, M - product, mask=inside)
     else:
         tl.store(g + at, product.to(g.dtype.element_ty), mask=inside)
