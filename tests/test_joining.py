@@ -7,7 +7,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoestring.joining import settle
+import pytest
+
+from shoestring import joining
+from shoestring.joining import gloo_threads, settle
 
 
 @contextmanager
@@ -33,18 +36,32 @@ def gloo_thread(work):
         thread.join()
 
 
-def test_it_waits_for_a_thread_that_has_still_to_let_go():
-    done = []
+@pytest.mark.parametrize(
+    ("seen", "looks"),
+    [
+        ([[3], [3]], 2),
+        ([[None], [None], [3], [3]], 4),  # awake at first
+        ([[3], [4], [5], [5]], 4),  # asleep whenever one looks, and yet not done: it woke in between
+        ([[3], [None], [3], [3]], 4),
+        ([[3, 7], [3, 8], [3, 8]], 3),
+        ([[3, 7], [7], [7]], 3),  # one has ended
+    ],
+)
+def test_it_is_over_where_no_thread_woke_between_two_looks(monkeypatch, seen, looks):
+    left = list(seen)
+    monkeypatch.setattr(joining, "gloo_threads", lambda: left.pop(0))
+    settle()
+    assert len(seen) - len(left) == looks
 
-    def let_go(_):
-        for _ in range(300):
-            time.sleep(0.0002)  # for less than `settle` looks away: asleep at most looks, and yet not done
-        done.append(True)
 
-    with gloo_thread(let_go) as go:
+def test_a_thread_that_woke_has_fallen_asleep_more_often():
+    with gloo_thread(lambda _: None) as go:
+        settle()
+        (before,) = gloo_threads()
         go.set()
         settle()
-        assert done
+        (after,) = gloo_threads()
+        assert after > before
 
 
 def test_it_is_over_at_once_where_all_wait_for_the_next_exchange():
