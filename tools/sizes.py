@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-FUNCTION_LIMIT, FILE_LIMIT, CORE_LIMIT = 80, 400, 1000
+FUNCTION_LIMIT, FILE_LIMIT, CORE_LIMIT = 80, 400, 1200
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 PAGES = (".js", ".css", ".html")  # in src alone: what the package ships for the browser
 CORE = Path("src/shoestring/core")
@@ -29,11 +29,11 @@ class Function:
 
 @dataclass(frozen=True)
 class File:
-    """One file: its path below the root, its lines, those that are not blank, its functions, and where it is broken."""
+    """One file: its path below the root, its lines, its lines of code, its functions, and where it is broken."""
 
     path: Path
     lines: int
-    written: int
+    code: int
     functions: tuple[Function, ...] = ()
     broken_at: int = 0
 
@@ -57,17 +57,29 @@ def functions(module: ast.Module) -> Iterator[Function]:
         statements += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
+def code_lines(module: ast.Module, text: str) -> int:
+    """Lines that are neither blank, nor comments alone, nor strings that stand as statements (docstrings, help)."""
+    prose = {
+        line
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    numbered = enumerate((line.strip() for line in text.splitlines()), start=1)
+    return sum(bool(line) and not line.startswith("#") and number not in prose for number, line in numbered)
+
+
 def measure(root: Path, path: Path) -> File:
     """The sizes of one file below `root`."""
     text = path.read_text(encoding="utf-8")
-    lines, name = text.splitlines(), path.relative_to(root)
-    size = len(lines), sum(bool(line.strip()) for line in lines)
+    lines, name = len(text.splitlines()), path.relative_to(root)
     if path.suffix != ".py":
-        return File(name, *size)
+        return File(name, lines, lines)
     try:
-        return File(name, *size, tuple(sorted(functions(ast.parse(text)))))
+        module = ast.parse(text)
     except SyntaxError as error:
-        return File(name, *size, broken_at=error.lineno or 1)
+        return File(name, lines, lines, broken_at=error.lineno or 1)
+    return File(name, lines, code_lines(module, text), tuple(sorted(functions(module))))
 
 
 def survey(root: Path) -> list[File]:
@@ -78,8 +90,8 @@ def survey(root: Path) -> list[File]:
 
 
 def core_lines(files: Sequence[File]) -> int:
-    """Lines of the core together that are not blank: blank ones are set by the formatter."""
-    return sum(file.written for file in files if file.path.is_relative_to(CORE))
+    """Lines of code of the core together; docstrings with shapes, units and errors are wanted there."""
+    return sum(file.code for file in files if file.path.is_relative_to(CORE))
 
 
 def faults(files: Sequence[File]) -> Iterator[str]:
@@ -96,7 +108,7 @@ def faults(files: Sequence[File]) -> Iterator[str]:
                     f"at most {FUNCTION_LIMIT}"
                 )
     if (total := core_lines(files)) > CORE_LIMIT:
-        yield f"{CORE}:1: {total} lines that are not blank, at most {CORE_LIMIT} in the core"
+        yield f"{CORE}:1: {total} lines of code, at most {CORE_LIMIT} in the core"
 
 
 def summary(files: Sequence[File]) -> str:
@@ -107,7 +119,7 @@ def summary(files: Sequence[File]) -> str:
         [
             f"src: {len(bodies)} function bodies, {_spread(bodies)} lines (limit {FUNCTION_LIMIT})",
             f"src: {len(shipped)} files, {_spread([file.lines for file in shipped])} lines (limit {FILE_LIMIT})",
-            f"core: {core_lines(files)} lines (limit {CORE_LIMIT})",
+            f"core: {core_lines(files)} lines of code (limit {CORE_LIMIT})",
         ]
     )
 

@@ -67,10 +67,10 @@ def test_pages_of_the_package_have_the_limit_of_files(tmp_path, suffix):
 
 def test_the_core_has_a_limit_in_total(tmp_path):
     for number in range(4):
-        plant(tmp_path, f"src/shoestring/core/part{number}.py", "#\n\n" * 125 + "#\n" * 125)
+        plant(tmp_path, f"src/shoestring/core/part{number}.py", '"""What\nit is."""\n\n# Why.\n' + "x = 1\n" * 300)
     assert faults(tmp_path) == []
-    plant(tmp_path, "src/shoestring/core/last.py", "#\n")
-    assert faults(tmp_path) == ["src/shoestring/core:1: 1001 lines that are not blank, at most 1000 in the core"]
+    plant(tmp_path, "src/shoestring/core/last.py", "x = 1  # one more\n")
+    assert faults(tmp_path) == ["src/shoestring/core:1: 1201 lines of code, at most 1200 in the core"]
 
 
 def test_a_file_that_does_not_parse_is_named(tmp_path):
@@ -84,7 +84,7 @@ def test_the_command_prints_the_sizes_and_fails_on_a_fault(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "src: 11 function bodies, median 6, p90 10, max 11 lines (limit 80)",
         "src: 1 files, median 77, p90 77, max 77 lines (limit 400)",
-        "core: 77 lines (limit 1000)",
+        "core: 77 lines of code (limit 1200)",
     ]
     plant(tmp_path, "tests/b.py", function(81))
     assert sizes.main([str(tmp_path)]) == 1
