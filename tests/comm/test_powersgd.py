@@ -143,3 +143,27 @@ def test_merging_conserves_the_mean_residual():
     merged = codecs[0].merged([codec.state_dict() for codec in codecs])
     torch.testing.assert_close(merged["residual"]["a"], residuals(codecs, "a"))
     assert torch.equal(merged["Qt"]["a"], codecs[2].state["Qt"]["a"])
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_a_resumed_run_may_have_another_rank(alternate, rank):
+    """What is left of the basis is kept: matrices of the newly chosen rank travel, and nothing is lost."""
+    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    for step in range(3):
+        rehearse(codecs, gradients(step), step)
+    others = [PowerSGD(rank, alternate=alternate, least=1) for _ in range(RANKS)]
+    for codec, other in zip(codecs, others, strict=True):
+        other.load_state_dict(codec.state_dict())
+    grads, before = gradients(3), residuals(codecs, "a")
+    total = mean(grads)["a"] + before
+    rehearse(others, grads, 3)
+    assert (
+        min(
+            others[0].state[kind]["a"].shape[axis]
+            for kind, axis in (("Qt", 0), ("P", 1))
+            if "a" in others[0].state.get(kind, {})
+        )
+        == rank
+    )
+    torch.testing.assert_close(grads[0]["a"] + residuals(others, "a"), total, rtol=1e-4, atol=1e-4)

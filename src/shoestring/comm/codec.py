@@ -14,7 +14,7 @@ each kind; `rehearsal.lockstep` runs the generators of several ranks in one proc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,8 @@ class Codec(ABC):
     exposes: bool = True
     """The first answers are non-finite on every rank whenever an entry of a gradient is on any rank."""
 
-    graded: bool = False
-    """It heeds `scales`."""
-
     def __init__(self) -> None:
         self.state: dict[str, dict[str, Tensor]] = {}
-        self.scales: Mapping[str, float] = {}
-        """Of some parameters: how much more is sent of them than the settings say; the same on all ranks."""
 
     @abstractmethod
     def code(self, grads: Grads, turn: Turn) -> Coding:

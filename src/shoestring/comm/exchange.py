@@ -29,15 +29,13 @@ class Exchange(Feature):
     budget_kb: float = 0.0
     """kB that may leave a rank in a step, on average: as many parameters are sent as that pays for, the others are
     owed. 0 sends all."""
-    select: Literal["auto", "hypernetwork", "knapsack", "uniform", "lgreco"] = "auto"
-    """What chooses them; "auto" is what measured best, the hypernetwork. With "lgreco" all are sent, those more exactly
-    that need it: as exactly as without, in fewer bytes, or as `budget_kb` pays for."""
+    select: Literal["auto", "hypernetwork", "knapsack", "uniform"] = "auto"
+    """The method that chooses the parameters to send within `budget_kb`; "auto" takes the one that measured best, the
+    hypernetwork."""
 
     seams: ClassVar = (Seam.WIRE,)
     alone: ClassVar = False
     """Whether it does its part of the optimizer's work on one rank too, where nothing travels."""
-    graded: ClassVar[bool] = False
-    """Whether it can send some parameters more exactly than others."""
 
     @abstractmethod
     def codec(self) -> Codec:
@@ -45,10 +43,6 @@ class Exchange(Feature):
 
     def selecting(self) -> Codec:
         """A new codec with these settings, for those parameters that are selected."""
-        if self.select == "lgreco":
-            from shoestring.comm.lgreco import LGreco
-
-            return LGreco(self.codec, 1e3 * self.budget_kb)
         if not self.budget_kb:
             return self.codec()
         from shoestring.comm.hypernetwork import Hypernetwork
@@ -67,14 +61,9 @@ class Exchange(Feature):
         for name in ("parts", "channels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
-        if self.select == "lgreco" and not self.graded:
-            raise ConfigError(
-                f'`{self.name}` sends all parameters alike, so `select = "lgreco"` has nothing to choose',
-                hint="use [comm.powersgd]",
-            )
         if not 0 <= self.budget_kb < math.inf:
             raise ConfigError(f"`{self.name}.budget_kb` must be a number of kB, got {self.budget_kb}")
-        if self.select not in ("auto", "lgreco") and not self.budget_kb:
+        if self.select != "auto" and not self.budget_kb:
             raise ConfigError(
                 f'`{self.name}.select = "{self.select}"` has nothing to choose: all parameters are sent',
                 hint="set `budget_kb` to the kB that a step may send",
@@ -102,9 +91,8 @@ class Exchange(Feature):
             return "one rank: nothing travels" if self.alone else "off: one rank"
         by_rows = self.torus and world.hosts > 1 and world.local_size > 1
         between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
-        within = f" within {self.budget_kb:g} kB a step" if self.budget_kb else ""
         select = "hypernetwork" if self.select == "auto" else self.select
-        parts = f"{select}{within}, " if within or select == "lgreco" else ""
+        parts = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
         parts += f"in {self.parts} parts " if self.parts > 1 else ""
         return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
 

@@ -61,8 +61,6 @@ class PowerSGD(Exchange):
     seed: int = 0
     """Of the first basis."""
 
-    graded: ClassVar = True
-
     def check(self, job: Job) -> None:
         super().check(job)
         if self.rank < 1:

@@ -13,7 +13,6 @@ along rows: with Q as (m, r), they take three to four times as long on a CPU.
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import replace
 
@@ -40,7 +39,6 @@ class PowerSGD(Codec):
     """
 
     shared = frozenset({"Qt", "P"})
-    graded = True
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class PowerSGD(Codec):
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
         """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
-        rank, residual = self._rank(name, grad), self.kept("residual", name, grad)
+        rank, residual = min(self.rank, *grad.shape), self.kept("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         if name not in P and name not in Qt:
@@ -114,15 +112,10 @@ class PowerSGD(Codec):
             return Matrix(name, grad, residual, resized(P[name].t(), rank, generator).t(), None)
         return Matrix(name, grad, residual, None, resized(Qt[name], rank, generator))
 
-    def _rank(self, name: str, grad: Tensor) -> int:
-        """That of the settings, scaled; as far as a factor of `least` is still saved."""
-        n, m = grad.shape
-        rank = max(1, round(self.rank * self.scales.get(name, 1)))
-        return min(rank, n, m, max(1, math.ceil(n * m / ((n + m) * self.least)) - 1))
-
 
 def resized(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """With `rank` rows: the first ones of a basis (r, m), or all and others drawn at random, about as long."""
+    """A basis (r, m) with `rank` rows, for a run resumed with another rank: the first rows, or all rows and random
+    ones of about their length."""
     r, m = basis.shape
     if r >= rank:
         return basis[:rank]
