@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shoestring.checkpoint import peers
 from shoestring.checkpoint.circle import Circle
@@ -227,10 +228,11 @@ class Wanted:
         self._boxes: dict[str, dict[str, tuple[Box, DTensor | None]]] = {}  # by name of what is kept, and tensor
         self._reads: dict[str, list[list[Read]]] = {}  # by name, of each of its tensors
         self._placed: dict[str, DTensor] = {}
+        """By tensor, or by what its path begins with: what it is placed like on this rank."""
         for name, each in self.kept.items():
             found: dict[str, Tensor] = {}
             encode(each.state.state_dict(), name, found)
-            for path, tensor in found.items():
+            for path, tensor in (*found.items(), *_moments(name, each.state)):
                 if isinstance(tensor, DTensor):
                     key = f"{home(tensor, self.world.rank)}:{path}" if each.across == "own" else path
                     self._placed[key] = tensor
@@ -268,7 +270,7 @@ class Wanted:
     def _want(self, boxes: dict[str, tuple[Box, DTensor | None]], tensor: str, placed: bool) -> Tensor:
         """Note that a tensor is needed: this rank's box of it where it is placed as one here, else all of it."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
-        mine = self._placed.get(tensor) if placed else None
+        mine = self._placed.get(tensor, self._placed.get(tensor.rpartition("/")[0])) if placed else None
         if mine is not None and tuple(mine.shape) == shape:
             boxes[tensor] = box_of(tensor, mine), mine
         else:
@@ -305,6 +307,13 @@ class Wanted:
         self, homes: Mapping[str, str], rank: int, leaf: Callable[[str, bool], Tensor], placed: bool, path: str
     ) -> Tensor:
         return leaf(f"{homes.get(path, rank)}:{path}", placed)
+
+
+def _moments(name: str, state: object) -> Iterator[tuple[str, Tensor]]:
+    """(path below which its state is saved, parameter): a fresh optimizer's state will lie as its parameters do."""
+    if isinstance(state, Optimizer):
+        parameters = (parameter for group in state.param_groups for parameter in group["params"])
+        yield from ((f"{name}/state/{index}", parameter) for index, parameter in enumerate(parameters))
 
 
 def _as(placed: DTensor, local: Tensor) -> DTensor:

@@ -1,0 +1,32 @@
+"""The checkpoint cache in somebody else's program on several ranks: what they hold in shards, and each for itself."""
+
+import shutil
+
+import attached_ranks
+import pytest
+
+from shoestring.testing.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as ranks:
+        yield ranks
+
+
+def test_a_sharded_optimizer_resumes_on_as_many_ranks_and_on_others(pool, tmp_path):
+    """A fresh optimizer has no state that says how it is placed: it lies as its parameters do."""
+
+    def trained(name, first, stop):
+        return pool.call(attached_ranks.sharded, folder=str(tmp_path / name), first=first, stop=stop)[0]
+
+    through = trained("through", 0, 6)
+    saved = trained("struck", 0, 4)["ended"]
+    shutil.copytree(tmp_path / "struck", tmp_path / "fewer")
+    again = trained("struck", 4, 6)
+    assert again["begun"] == saved and again["ended"] == through["ended"]
+
+    alone = attached_ranks.sharded(folder=str(tmp_path / "fewer"), first=4, stop=5)
+    assert alone["begun"] == saved
+    more = trained("fewer", 5, 6)
+    assert more["begun"] == alone["ended"]
