@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam
 from shoestring.data import Data
@@ -116,11 +115,7 @@ class Run:
 
     def placed(self, folder: Path) -> Run:
         """The run with every folder that a feature writes to inside the run's own."""
-        placed = (
-            replace(feature, folder=str(folder / feature.folder)) if isinstance(feature, Plain | Tiered) else feature
-            for feature in self.features
-        )
-        return replace(self, features=tuple(placed))
+        return replace(self, features=tuple(feature.placed(folder) for feature in self.features))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoestring.core.feature import Feature, Phase, Seam
@@ -229,6 +230,23 @@ def accompanied(forward: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
         return output
 
     return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strays(Feature):
+    """Writes to its folder wherever the process runs: `placed` does not put the folder into the run's own."""
+
+    folder: str = "notes"
+    """Where to write."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        def write() -> None:
+            Path(self.folder).mkdir(exist_ok=True)
+            (Path(self.folder) / f"{job.progress.step}.txt").touch()
+
+        job.at(Phase.CAPTURE, write)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ FAULTS = [
     Fault(faulty.LeavesHook(), "releases_what_it_takes", r"ended normally.*a hook \(forward_hooks\) on the model"),
     Fault(faulty.LeavesPatch(), "releases_what_it_takes", "ended in forward.*a patched `forward` of `embedding`"),
     Fault(faulty.LeavesThread(), "releases_what_it_takes", "ended in forward.*the thread `companion`"),
+    Fault(faulty.Strays(), "releases_what_it_takes", "the file notes/1.txt outside of the run's folder"),
     Fault(faulty.NeedsTheJob(), "attaches_to_a_foreign_loop", "it does nothing there", {"tolerance": 1.0}),
     Fault(faulty_importer.Peeks(), "imports_no_other_area", r"faulty_importer.py:\d+ imports the area `comm`"),
     Fault(faulty_loader.Heavy(), "imports_no_other_area", "loads torch"),

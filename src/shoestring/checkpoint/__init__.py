@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Phase, Saving, Seam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch.distributed.checkpoint.stateful import Stateful
 
@@ -32,6 +33,9 @@ class Plain(Feature):
     """Where to save; a relative path lies in the run folder."""
 
     seams: ClassVar = (Seam.STEP,)
+
+    def placed(self, folder: Path) -> Self:
+        return replace(self, folder=str(folder / self.folder))
 
     def check(self, job: Job) -> None:
         if self.every < 0:
@@ -92,6 +96,9 @@ class Tiered(Feature):
     """A file system in memory."""
 
     seams: ClassVar = (Seam.STEP,)
+
+    def placed(self, folder: Path) -> Self:
+        return replace(self, folder=str(folder / self.folder))
 
     def check(self, job: Job) -> None:
         if any(isinstance(each, Plain) for each in job.features):

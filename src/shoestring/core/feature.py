@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 from shoestring.core.errors import ConflictError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
@@ -82,6 +84,10 @@ class Feature(ABC):
     def over(self) -> tuple[str, ...]:
         """The mesh dimensions it owns at SHARD and WIRE."""
         return (HOSTS, LOCAL)
+
+    def placed(self, folder: Path) -> Self:
+        """The same feature with every folder that it writes to inside `folder`, the run's own."""
+        return self
 
     def resolve(self, world: World) -> Self:
         """The same feature with every "auto" made a concrete choice for this world."""

@@ -133,7 +133,10 @@ def refuses_before_it_takes(case: Case) -> None:
 
 
 def releases_what_it_takes(case: Case) -> None:
-    """Hooks, patches, threads, files and groups are gone once the job is closed, also after an exception."""
+    """Hooks, patches, threads, files and groups are gone once the job is closed, also after an exception.
+
+    What it writes lies in the folder that `placed` was given.
+    """
     for ranks in case.ranks:
         for ending in ENDINGS:
             company = case.company(ranks, case.feature)

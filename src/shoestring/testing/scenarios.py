@@ -9,13 +9,14 @@ import base64
 import gc
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import chdir, suppress
+from dataclasses import asdict, dataclass
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -36,6 +37,7 @@ from shoestring.testing import jobs
 from shoestring.testing.taken import Allocations, fresh_garbage, taken
 
 Encoded = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def encode(feature: Feature) -> dict[str, Any]:
@@ -70,19 +72,24 @@ def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Modu
 def features_of(encoded: Iterable[Encoded], folder: str = "") -> list[Feature]:
     """The features; those that write to a folder write to `folder`."""
     features = [decode(each) for each in encoded]
-    return [_placed(feature, folder) if folder else feature for feature in features]
+    return [feature.placed(Path(folder)) if folder else feature for feature in features]
 
 
-def _placed(feature: Feature, folder: str) -> Feature:
-    """As `Run.placed` does it."""
-    if "folder" not in [each.name for each in fields(feature)]:
-        return feature
-    return replace(feature, folder=folder)  # pyright: ignore[reportCallIssue]
+def _elsewhere(scenario: Callable[..., T]) -> Callable[..., T]:
+    """The scenario in an empty current directory, so that what a feature writes there disappears."""
+
+    @wraps(scenario)
+    def run(**arguments: Any) -> T:
+        with TemporaryDirectory() as folder, chdir(folder):
+            return scenario(**arguments)
+
+    return run
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@_elsewhere
 def train(
     *,
     model: str,
@@ -159,6 +166,7 @@ def _weights(model: nn.Module) -> dict[str, Any]:
     return {"names": list(whole), "weights": base64.b64encode(flat.tobytes()).decode()}
 
 
+@_elsewhere
 def foreign(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> dict[str, Any]:
     """A training loop that knows nothing of the library but one line; with two ranks the DDP is its own."""
     world = here()
@@ -201,6 +209,7 @@ class Stumble(Feature):
         raise PlannedError
 
 
+@_elsewhere
 def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str, returns_model: bool) -> list[str]:
     """What is still held after a job has been used and closed.
 
@@ -209,7 +218,8 @@ def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str
         returns_model: False where the model cannot be had back; then nothing may keep it alive.
     """
     with fresh_garbage():
-        return _left(build(model), features_of(features, folder), ending, returns_model)
+        left = _left(build(model), features_of(features, folder), ending, returns_model)
+        return left + [f"the file {path} outside of the run's folder" for path in sorted(Path().rglob("*"))]
 
 
 def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: bool) -> list[str]:
@@ -259,6 +269,7 @@ def _raise(_: Tensor) -> None:
     raise PlannedError
 
 
+@_elsewhere
 def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str, Any]:
     """Compose what must be refused: with which error it was, whose `apply` ran, and what was taken.
 
@@ -282,6 +293,7 @@ def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str,
     return {"error": error, "message": message, "left": left}
 
 
+@_elsewhere
 def owns(*, model: str, features: Sequence[Encoded], folder: str) -> list[str]:
     """The seams that features take although they do not say so."""
     several, factory = features_of(features, folder), jobs.sgd()
