@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; copies from pinned memory do not wait."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {name: moved(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
         return type(batch)(moved(value, device) for value in batch)

@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -20,35 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from shoestring.core._torch import foreach_mul_
+from shoestring.core.adapters import (
+    Batch,
+    Output,
+    Params,
+    call_model,
+    cross_entropy,
+    following,
+    sum_and_count,
+)
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam, check_owners, ordered
 from shoestring.core.kept import ModelState, OptimizerState, Progress, RandomState
 from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 
-Batch = Any  # what the loader yields: a mapping or tuple of tensors
-Output = Any  # what the model returns: a tensor, or an object with `.logits`
-Params = list[nn.Parameter]
 Forward = Callable[[nn.Module, Batch], Output]
 Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 Across = Literal["same", "shard", "own"]
 Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
-
-
-def call_model(model: nn.Module, batch: Batch) -> Output:
-    """The model on the batch's inputs: `batch["inputs"]` of a mapping, the first item of a tuple."""
-    return model(batch["inputs"] if isinstance(batch, dict) else batch[0])
-
-
-def cross_entropy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of the negative log-likelihoods in nats, number of targets); targets of -100 do not count.
-
-    Shapes: logits (..., V) as the output itself or its `.logits`; targets (...) integers.
-    """
-    logits = output if isinstance(output, Tensor) else output.logits
-    targets = batch["targets"] if isinstance(batch, dict) else batch[1]
-    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, (targets != -100).sum()
 
 
 @dataclass(frozen=True)
@@ -69,19 +58,22 @@ class Job:
         forward: (model, batch) -> output; apart from `loss`, so that a teacher's loss needs no second forward pass.
         loss: (output, batch) -> (sum, count), both 0-d tensors. Their totals over micro-batches and ranks are divided
             once, so unequal counts stay exact.
-        optimizer: parameters -> torch.optim.Optimizer; called after SHARD has settled the parameters.
+        optimizer: parameters -> torch.optim.Optimizer, called after SHARD has settled the parameters; or an optimizer
+            over the model's parameters, which is then given those.
     """
 
     model: nn.Module
     forward: Forward = call_model
     loss: Loss = cross_entropy
-    optimizer: Callable[[Params], Optimizer] = AdamW
+    optimizer: Callable[[Params], Optimizer] | Optimizer = AdamW
     progress: Progress = field(default_factory=Progress)
     world: World = field(default_factory=World.current)
     trace: Trace = field(default_factory=Trace)
 
     def __post_init__(self) -> None:
         self.module = self.model
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer = following(self.optimizer, self.model)
         self.features: tuple[Feature, ...] = ()
         self.exits = ExitStack()
         self.backend: str | Callable[..., Any] | None = None  # torch.compile's; None runs eagerly
@@ -162,7 +154,7 @@ class Job:
             last = index == len(batches) - 1
             with self.sync(last):
                 with span("forward", "compute"):
-                    total, count = self.loss(self.forward(self.model, batch), batch)
+                    total, count = sum_and_count(self.loss(self.forward(self.model, batch), batch))
                 sums[:2] += torch.stack([total.detach().double(), count.double()])
                 work = self._add_up(sums) if last else None
                 with span("backward", "compute"):
@@ -182,7 +174,7 @@ class Job:
         self.model.eval()
         with torch.no_grad(), span("evaluate", "compute"):
             for batch in batches:
-                total, count = self.loss(self.forward(self.model, batch), batch)
+                total, count = sum_and_count(self.loss(self.forward(self.model, batch), batch))
                 sums += torch.stack([total.double(), count.double()])
         self.model.train(training)
         if self.world.size > 1:
@@ -298,7 +290,13 @@ class Job:
 
     def build(self) -> None:
         """Build the optimizer and hang the phases around its step, so that foreign loops run them as well."""
+        assert not isinstance(self.optimizer, Optimizer)
         self.built_optimizer = self.optimizer(self.parameters)
+        if not isinstance(self.built_optimizer, Optimizer):
+            raise ConfigError(
+                f"`optimizer` returned a {type(self.built_optimizer).__name__}, not a torch.optim.Optimizer",
+                hint="give a function from parameters to an optimizer, or the optimizer itself",
+            )
         self.exits.callback(self.built_optimizer.register_step_pre_hook(self._before).remove)
         self.exits.callback(self.built_optimizer.register_step_post_hook(self._after).remove)
         self.trace.facts["parameters"] = sum(parameter.numel() for parameter in self.parameters)
@@ -328,6 +326,7 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
     Raises:
         ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
     """
+    _check_features(features)
     features = tuple(feature.resolve(job.world) for feature in features)
     check_owners(features)
     _check_replicas(job, features)
@@ -342,6 +341,14 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
         job.close()
         raise
     return job
+
+
+def _check_features(features: Sequence[object]) -> None:
+    for feature in features:
+        if isinstance(feature, type):
+            raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
+        if not isinstance(feature, Feature):
+            raise ConfigError(f"{feature!r} is no feature", hint="give objects such as `optim.Clip()`")
 
 
 def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
@@ -378,6 +385,7 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
     Raises:
         ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
     """
+    _check_features(features)
     for feature in features:
         if Seam.LOSS in feature.seams:
             raise ConfigError(
@@ -385,13 +393,4 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
                 hint="compose a Job and call its `step`, or its `loss`",
             )
 
-    def followed(_: Params) -> Optimizer:
-        """The optimizer over the model's parameters as they are now: `fully_shard` puts others in their place."""
-        now = dict(job.module.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
-        return optimizer
-
-    job = Job(model, optimizer=followed)
-    names = {parameter: name for name, parameter in job.module.named_parameters()}
-    return compose(job, features)
+    return compose(Job(model, optimizer=optimizer), features)

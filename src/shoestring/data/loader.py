@@ -206,7 +206,7 @@ def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, li
     for start in range(rank * batch, -(-samples // (batch * size)) * batch * size, batch * size):
         part = _collate(identified.__getitems__([min(i, samples - 1) for i in range(start, start + batch)]))
         if start + batch > samples:
-            targets = part["targets"] if isinstance(part, dict) else part[1]
+            targets = (part["targets"] if "targets" in part else part["labels"]) if isinstance(part, dict) else part[1]
             targets[max(samples - start, 0) :] = -100
         yield part
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from shoestring import parallel
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job, no_sync
 
 
@@ -21,3 +23,17 @@ def replicate(job: Job, settings: parallel.DDP) -> None:
         gradient_as_bucket_view=True,
     )
     job.model, job.replicas, job.sync = model, settings.over, no_sync(model)
+    if not settings.find_unused:
+        job.at(Phase.CLIP, lambda: _check_used(job))
+
+
+def _check_used(job: Job) -> None:
+    """Refuse a step in which a parameter got no gradient: DDP did not average the bucket that it lies in."""
+    trained = [(name, each) for name, each in job.module.named_parameters() if each.requires_grad]
+    unused = [name for name, each in trained if each.grad is None]
+    if unused and len(unused) < len(trained):  # of a step that was refused, none is left
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ConfigError(
+            f"`{unused[0]}`{more} got no gradient in step {job.progress.step + 1}, and DDP waits for them",
+            hint="set parallel.ddp.find_unused = true, or freeze what is not used: requires_grad_(False)",
+        )
