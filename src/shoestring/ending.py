@@ -27,7 +27,8 @@ from shoestring.models.gpt import GPT
 from shoestring.models.sampling import generate
 from shoestring.report import timeline
 from shoestring.report.console import Console
-from shoestring.report.sinks import JsonLines, Sink, TensorBoard
+from shoestring.report.sinks import JsonLines, Sink
+from shoestring.report.trackers import TRACKERS, Tracker
 from shoestring.run import Run
 
 log = logging.getLogger("shoestring")
@@ -44,15 +45,21 @@ class Result:
 
 
 def metered(job: Job, run: Run, data: Feed, folder: Path) -> Meter:
-    """The meter with the run's sinks, on the first rank; without sinks on the others."""
-    sinks: list[Sink] = []
-    if job.world.first:
-        files = [JsonLines(folder / "metrics.jsonl")]
-        files += [TensorBoard(folder / "tensorboard")] if "tensorboard" in run.settings.sinks else []
-        for each in files:
-            each.truncate_after(job.progress.step)
-        sinks = [Console(lambda: job.progress.total), *files]
+    """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
+    sinks = job.world.agree(lambda: _sinks(job, run, folder) if job.world.first else [])
     return Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
+
+
+def _sinks(job: Job, run: Run, folder: Path) -> list[Sink]:
+    """The console, metrics.jsonl and what `run.sinks` names; what they hold of steps to be repeated is dropped."""
+    step = job.progress.step
+    rows = JsonLines(folder / "metrics.jsonl")
+    rows.truncate_after(step)
+    sinks: list[Sink] = [Console(lambda: job.progress.total), rows]
+    for name in run.settings.sinks:
+        opener = TRACKERS.get(name) or build.resolve(name, "run.sinks")
+        sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
+    return sinks
 
 
 def _flops_per_token(job: Job, run: Run) -> float:

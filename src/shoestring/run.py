@@ -17,6 +17,7 @@ import tomli_w
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam
 from shoestring.data import Data
+from shoestring.report import trackers
 from shoestring.settings import structure
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Settings:
     folder: str = ""
     """Where everything is written; empty is a new folder under `runs/`."""
     sinks: tuple[str, ...] = ()
-    """Where metrics go besides metrics.jsonl: `tensorboard` (extra)."""
+    """Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow` (each an extra), or
+    `package.module:callable`, which is called with the folder, the name and the settings of the run."""
     prompts: tuple[str, ...] = ()
     """What the samples of generated text at the end begin with."""
     baselines: bool = False
@@ -74,6 +76,7 @@ class Run:
     features: tuple[Feature, ...] = ()
 
     def __post_init__(self) -> None:
+        trackers.check(self.settings.sinks)
         for name in ("batch", "accumulate", "steps"):
             if getattr(self.settings, name) < 1:
                 raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")

@@ -3,14 +3,12 @@
 import io
 import json
 import math
-import sys
 
 import pytest
 
-from shoestring.core.errors import ShoestringError
 from shoestring.ending import repeated
 from shoestring.report.console import Console
-from shoestring.report.sinks import JsonLines, TensorBoard, newest_step
+from shoestring.report.sinks import JsonLines, newest_step
 
 VALUES = {
     "loss": 2.1341,
@@ -132,27 +130,6 @@ def test_a_resume_drops_what_it_will_repeat(tmp_path):
     sink.close()
     assert steps_in(path) == [1, 2, 3]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_tensorboard_holds_each_value_and_hides_repeated_steps(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoard(tmp_path)
-    for step, loss in ((1, 3.0), (2, 2.0), (3, 9.0)):
-        sink.write(step, {"loss": loss})
-    sink.truncate_after(2)
-    sink.write(3, {"loss": 1.0})
-    sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-
-
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ShoestringError, match=r'pip install "shoestring\[tensorboard\]"'):
-        TensorBoard(tmp_path)
 
 
 def test_the_newest_step_is_that_of_the_last_whole_row(tmp_path):

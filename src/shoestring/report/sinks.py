@@ -1,7 +1,7 @@
-"""Where metrics go besides the console: a file of JSON lines, TensorBoard.
+"""What takes metrics (`Sink`), and the file of JSON lines that every run writes; `trackers.py` has the others.
 
-Those that outlive a process also have `truncate_after(step)`, which a resumed run calls so that steps it will repeat
-are not there twice.
+A sink that outlives a process may also have `truncate_after(step)`: a resumed run calls it so that the steps it
+repeats do not appear twice.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
-
-from shoestring.core.errors import ShoestringError
 
 _END = 1 << 16  # bytes at the end of a file of JSON lines, in which its last whole row lies
 
@@ -83,42 +81,6 @@ def newest_step(path: Path) -> int:
     except FileNotFoundError:
         return 0
     return int(next((step for step in map(_step, reversed(lines)) if step < float("inf")), 0))
-
-
-class TensorBoard:
-    """Writes every value as a scalar into TensorBoard event files under `folder`.
-
-    Raises:
-        ShoestringError: the extra `tensorboard` is not installed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self._writer = _summary_writer(self.folder, None)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each of the values."""
-        for key, value in values.items():
-            self._writer.add_scalar(key, float(value), step)
-
-    def truncate_after(self, step: int) -> None:
-        """Begin a new event file that makes TensorBoard hide what earlier ones hold of later steps."""
-        self._writer.close()
-        self._writer = _summary_writer(self.folder, step + 1)
-
-    def close(self) -> None:
-        """Write what is buffered and close the file."""
-        self._writer.close()
-
-
-def _summary_writer(folder: Path, purge_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ShoestringError(
-            f"TensorBoard is not installed ({error})", hint='pip install "shoestring[tensorboard]"'
-        ) from error
-    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _step(line: str) -> float:
