@@ -10,11 +10,14 @@ import torch.distributed as dist
 from saving_ranks import digest, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from shoestring import checkpoint
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import Attached
+from shoestring.core.job import attach
+from shoestring.parallel import DDP
 
 
 def saving(folder: str, state: dict[str, Any]) -> Attached:
@@ -44,9 +47,49 @@ def sharded(*, folder: str, first: int, stop: int) -> dict[str, Any]:
         assert saves.restore() == first
         begun = digests(model, optimizer)
         for step in range(first, stop):
-            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            model(inputs.tensor_split(ranks)[rank]).square().mean().backward()
+            model(inputs(step, 0).tensor_split(ranks)[rank]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             saves.step(last=step + 1 == stop)
+        return {"begun": begun, "ended": digests(model, optimizer)}
+
+
+def normed() -> tuple[nn.Module, AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    return model, AdamW(model.parameters(), lr=1e-2)
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def replicated(*, folder: str, first: int, stop: int) -> dict[str, Any]:
+    """Train replicas whose buffers differ, as BatchNorm's do; this rank's own model, restored and at the end."""
+    model, optimizer = normed()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    forward = DistributedDataParallel(model) if dist.is_initialized() else model
+    with saving(folder, {"model": model, "optimizer": optimizer}) as saves:
+        assert saves.restore() == first
+        begun = digests(model, optimizer)
+        for step in range(first, stop):
+            forward(inputs(step, rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saves.step(last=step + 1 == stop)
+        return {"begun": begun, "ended": digests(model, optimizer)}
+
+
+def in_a_job(*, folder: str, first: int, stop: int) -> dict[str, Any]:
+    """The same by features that are attached to the model and its optimizer."""
+    model, optimizer = normed()
+    settings = Tiered(folder=f"{folder}/saves", memory=f"{folder}/memory", memory_every=0, disk_every=0)
+    with attach(model, optimizer, DDP(), settings) as job:
+        assert job.restore is not None and (job.restore("auto") or 0) == first
+        job.progress.total = stop
+        begun = digests(model, optimizer)
+        for step in range(first, stop):
+            job.model(inputs(step, dist.get_rank())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return {"begun": begun, "ended": digests(model, optimizer)}

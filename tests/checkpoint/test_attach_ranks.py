@@ -30,3 +30,19 @@ def test_a_sharded_optimizer_resumes_on_as_many_ranks_and_on_others(pool, tmp_pa
     assert alone["begun"] == saved
     more = trained("fewer", 5, 6)
     assert more["begun"] == alone["ended"]
+
+
+@pytest.mark.parametrize("program", [attached_ranks.replicated, attached_ranks.in_a_job])
+def test_buffers_that_differ_between_replicas_are_those_of_each_rank(pool, tmp_path, program):
+    """BatchNorm's statistics are of what each rank saw last; DDP broadcasts the first rank's before the next step."""
+
+    def trained(name, first, stop):
+        return pool.call(program, folder=str(tmp_path / name), first=first, stop=stop)
+
+    through, saved = trained("through", 0, 6), trained("struck", 0, 4)
+    assert saved[0]["ended"]["1.running_mean"] != saved[1]["ended"]["1.running_mean"]
+    again = trained("struck", 4, 6)
+    assert [each["begun"] for each in again] == [each["ended"] for each in saved]
+    assert [each["ended"] for each in again] == [each["ended"] for each in through]
+    alone = attached_ranks.replicated(folder=str(tmp_path / "struck"), first=6, stop=7)
+    assert alone["begun"] == again[0]["ended"]  # on another number of ranks all resume from the first one's

@@ -19,7 +19,7 @@ from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.generation import Entry, Generation
 from shoestring.checkpoint.layout import PRIVATE, Box, box_of, sources
 from shoestring.checkpoint.part import Part, Piece, mapped
-from shoestring.checkpoint.staging import home
+from shoestring.checkpoint.staging import apart_name, home
 from shoestring.checkpoint.tree import decode, encode
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
@@ -286,7 +286,7 @@ class Wanted:
         each = self.kept[name]
         first = self._trees[0]["trees"]
         if name in first["shared"]:
-            return decode(first["shared"][name], lambda path: leaf(path, True))
+            return decode(first["shared"][name], lambda path: leaf(self._apart(path), True))
         if name not in first["own"]:
             return None
         if each.across != "own":
@@ -298,6 +298,11 @@ class Wanted:
             return None
         states = [self._own(rank, name, leaf, placed=False) for rank in range(ranks)]
         return each.merge(states, self.world.rank, self.world.size) if name in self._reads else None
+
+    def _apart(self, path: str) -> str:
+        """The name of this rank's own tensor in a shared state, where as many ranks saved one each."""
+        name = apart_name(path, self.world.rank)
+        return name if self.generation.ranks == self.world.size and name in self.reader.kinds else path
 
     def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
         about = self._trees[rank]

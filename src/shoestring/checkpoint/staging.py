@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring.checkpoint.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
 from shoestring.checkpoint.part import Draft, Form, aligned
 from shoestring.checkpoint.slots import Slot
 from shoestring.checkpoint.tree import encode
-from shoestring.core._torch import foreach_copy_
+from shoestring.core._torch import foreach_copy_, own_name
 from shoestring.core.job import Kept
+from shoestring.core.kept import ModelState
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -66,6 +67,7 @@ class Content:
     def __init__(self, kept: Mapping[str, Kept]) -> None:
         self.trees: dict[str, dict[str, Any]] = {"shared": {}, "own": {}}
         self.tensors: list[Tensor] = []
+        self.kept = kept
         self.outline: list[tuple[Any, ...]] = []
         """Of each tensor: whether it is this rank's own, its path, and all of its form and place but the values."""
         for name, of in kept.items():
@@ -86,6 +88,7 @@ class Frame:
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
+        self._buffers = {path for name, each in content.kept.items() for path in buffers(name, each.state)}
         self.homes: dict[str, int] = {}
         """The ranks that own tensors are named after; of a DTensor, which several ranks make up, the first of them."""
         leaves = [
@@ -100,9 +103,10 @@ class Frame:
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
 
     def _leaf(self, own: bool, path: str, tensor: Tensor, world: World) -> Leaf:
-        leaf = leaf_of(path, tensor, (world.rank,) if own else range(world.size))
+        apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
+        leaf = leaf_of(path, tensor, (world.rank,) if apart else range(world.size))
         if not own:
-            return leaf
+            return replace(leaf, name=apart_name(path, world.rank)) if apart else leaf
         self.homes[path] = home(tensor, world.rank)
         return replace(leaf, name=f"{self.homes[path]}:{path}")
 
@@ -126,6 +130,26 @@ def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
         return index, None
     first = piece.box.offset[0] - whole.box.offset[0]
     return index, slice(first, first + piece.row_count)
+
+
+def buffers(name: str, state: object) -> Iterator[str]:
+    """The paths of a module's buffers: replicas do not keep them equal (BatchNorm's statistics of its own batches)."""
+    if isinstance(state, ModelState):  # which names them whatever wraps the model
+        yield from (f"{name}/{own_name(state.model, each)}" for each in _buffers(state.model))
+    elif isinstance(state, nn.Module):
+        yield from (f"{name}/{each}" for each in _buffers(state))
+
+
+def _buffers(model: nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
+
+
+def apart_name(path: str, rank: int) -> str:
+    """What a tensor is saved as that each rank has its own of, in a state that is otherwise the same on all of them.
+
+    The first rank's has the plain name: it is what other numbers of ranks resume from, and what is exported.
+    """
+    return f"{rank}:{path}" if rank else path
 
 
 def home(tensor: Tensor, rank: int) -> int:
