@@ -1,17 +1,21 @@
-"""Write docs/reference/run-file.md from the settings classes; `--check` fails where it is out of date."""
+"""Write docs/reference/run-file.md from the settings classes; `--check` fails where it is out of date.
+
+`python -m tools.reference PACKAGE` prints the tables of a package of your own.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import get_type_hints
 
 import tomli_w
 
-from shoestring.run import keys
+from shoestring.data import Data
+from shoestring.run import Settings, keys
 from shoestring.settings import describe, help_texts
 
 PAGE = Path("docs/reference/run-file.md")
@@ -27,11 +31,13 @@ A run file is TOML. A table `[area.technique]` turns that technique on, with the
 
 
 def page() -> str:
-    return HEAD + "".join(f"\n{section}" for section in _sections())
+    tables = {"run": Settings, "data": Data, **keys()}
+    return HEAD + "".join(f"\n{section}" for section in sections(tables))
 
 
-def _sections() -> Iterator[str]:
-    for table, settings in keys().items():
+def sections(tables: Mapping[str, type]) -> Iterator[str]:
+    """A section for each table: what the class is for, and a row for each key."""
+    for table, settings in tables.items():
         first = (settings.__doc__ or "").strip().splitlines()[0]
         yield f"## [{table}]\n\n{first}\n" + _rows(settings)
 
@@ -56,6 +62,9 @@ def _default(value: object) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if packages := [each for each in arguments if not each.startswith("-")]:
+        print("\n".join(sections(keys(packages))), end="")
+        return 0
     text = page()
     if "--check" in arguments:
         current = PAGE.read_text() if PAGE.is_file() else ""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shoestring.core.feature import AREAS
+
 if TYPE_CHECKING:
     from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision
     from shoestring.build import load_model
@@ -34,7 +36,6 @@ _HOME = {
     "join": "joining",
     "load_model": "build",
 }
-_AREAS = ("checkpoint", "comm", "graph", "memory", "optim", "parallel", "precision")
 
 __all__ = [
     "Feature",
@@ -58,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _AREAS:
+    if name in AREAS:
         return import_module(f"shoestring.{name}")
     if name in _HOME:
         return getattr(import_module(f"shoestring.{_HOME[name]}"), name)

@@ -9,13 +9,15 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module, resources
+from inspect import isabstract
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam
+from shoestring.core.feature import AREAS, HOSTS, LOCAL, Feature, Seam, area_of
 from shoestring.data import Data
 from shoestring.report import trackers
 from shoestring.settings import structure
@@ -23,7 +25,7 @@ from shoestring.settings import structure
 if TYPE_CHECKING:
     from shoestring.core.world import World
 
-AREAS = ("precision", "memory", "graph", "parallel", "comm", "optim", "checkpoint")
+TABLES = ("run", "model", "data")  # beside those of features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class Settings:
     sinks: tuple[str, ...] = ()
     """Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow` (each an extra), or
     `package.module:callable`, which is called with the folder, the name and the settings of the run."""
+    packages: tuple[str, ...] = ()
+    """Names of Python packages of your own: `["mypkg"]` opens a table `[mypkg.technique]` for each of its features."""
     prompts: tuple[str, ...] = ()
     """What the samples of generated text at the end begin with."""
     baselines: bool = False
@@ -91,8 +95,8 @@ class Run:
         """The run as a document that `parse` reads back to an equal run."""
         document: dict[str, Any] = {"run": asdict(self.settings), "model": dict(self.model), "data": asdict(self.data)}
         for feature in self.features:
-            area, technique = feature.name.split(".")
-            document.setdefault(area, {})[technique] = asdict(feature)
+            area, key = feature.name.split(".")
+            document.setdefault(area, {})[key] = asdict(feature)
         return document
 
     def dump(self) -> str:
@@ -100,7 +104,7 @@ class Run:
 
     def completed(self, world: World) -> Run:
         """The run with the default owner of each seam that nobody owns: DDP, AdamW, the checkpoint cache."""
-        areas = {feature.name.split(".")[0] for feature in self.features}
+        areas = {area_of(type(feature)) for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
         resolved = [feature.resolve(world) for feature in self.features]
         sharded = {dim for feature in resolved if Seam.SHARD in feature.seams for dim in feature.over}
@@ -113,12 +117,17 @@ class Run:
             missing.append(technique("optim", "adamw")())
         if "checkpoint" not in areas:
             missing.append(technique("checkpoint", "tiered")())
-        features = sorted((*self.features, *missing), key=lambda feature: AREAS.index(feature.name.split(".")[0]))
-        return replace(self, features=tuple(features))
+        return replace(self, features=tuple(sorted((*self.features, *missing), key=_position)))
 
     def placed(self, folder: Path) -> Run:
         """The run with every folder that a feature writes to inside the run's own."""
         return replace(self, features=tuple(feature.placed(folder) for feature in self.features))
+
+
+def _position(feature: Feature) -> int:
+    """Where a feature's area stands in the order of application."""
+    area = area_of(type(feature))
+    return AREAS.index(area) if area in AREAS else len(AREAS)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -194,42 +203,69 @@ def _literal(text: str) -> Any:
 
 def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the run file") -> Run:
     """A document as a Run; a ConfigError says where a table, key or type is wrong, and what is near."""
-    known = {"run", "model", "data", *AREAS}
+    settings = structure(document.get("run", {}), Settings, "run", source)
+    areas = (*AREAS, *dict.fromkeys(settings.packages))
+    known = {*TABLES, *areas}
     for key, table in document.items():
         if key not in known:
-            raise ConfigError(f"{source}: unknown table [{key}]", hint=nearest(key, known))
+            hint = f"{nearest(key, known)} (`run.packages` opens tables of other packages)"
+            raise ConfigError(f"{source}: unknown table [{key}]", hint=hint)
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: `{key}` must be a table, got {table!r}", hint=f"write [{key}]")
+    for package in settings.packages:  # each is imported, so that an error about it comes at once
+        if package in (*TABLES, *AREAS, "shoestring"):
+            raise ConfigError(f"{source}: `run.packages` names `{package}`, which is shoestring's own name")
+        techniques(package, source)
     return Run(
         name=name,
-        settings=structure(document.get("run", {}), Settings, "run", source),
+        settings=settings,
         model=document.get("model", {}),
         data=structure(document.get("data", {}), Data, "data", source),
         features=tuple(
             structure(values, technique(area, key, source), f"{area}.{key}", source)
-            for area in AREAS
+            for area in areas
             for key, values in document.get(area, {}).items()
         ),
     )
 
 
-def techniques(area: str) -> dict[str, type[Feature]]:
-    """An area's techniques by their names in the run file."""
-    module = import_module(f"shoestring.{area}")
-    exported = [getattr(module, name) for name in module.__all__]
-    return {each.__name__.lower(): each for each in exported if isinstance(each, type) and issubclass(each, Feature)}
+def techniques(area: str, source: str = "the run file") -> dict[str, type[Feature]]:
+    """The techniques of an area, or of a package that `run.packages` names, by their names in the run file.
+
+    Raises:
+        ConfigError: there is no such package, importing it fails, or it exports no feature.
+    """
+    module = import_module(f"shoestring.{area}") if area in AREAS else _package(area, source)
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    exported = [getattr(module, name) for name in names]
+    kinds = [each for each in exported if isinstance(each, type) and issubclass(each, Feature)]
+    found = {kind.__name__.lower(): kind for kind in kinds if area_of(kind) == area and not isabstract(kind)}
+    if not found:
+        hint = f"its features are the subclasses of shoestring.Feature that `import {area}` brings"
+        raise ConfigError(f"{source}: the package `{area}` of `run.packages` exports no feature", hint=hint)
+    return found
+
+
+def _package(name: str, source: str) -> ModuleType:
+    """Import a package of the user's own, whose name is also the name of its tables."""
+    if not name.isidentifier():
+        hint = f"name the package that it belongs to, `{name.partition('.')[0]}`, and export its features there"
+        raise ConfigError(f"{source}: `run.packages` takes names of packages, not `{name}`", hint=hint)
+    try:
+        return import_module(name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        hint = "is it installed, or below the current directory?"
+        raise ConfigError(f"{source}: `run.packages`: cannot import `{name}`: {reason}", hint=hint) from error
 
 
 def technique(area: str, key: str, source: str = "the run file") -> type[Feature]:
-    found = techniques(area)
+    found = techniques(area, source)
     if key not in found:
         raise ConfigError(f"{source}: unknown technique [{area}.{key}]", hint=nearest(key, found))
     return found[key]
 
 
-def keys() -> dict[str, type]:
-    """Every table that a run file may have, with the class of its settings."""
-    tables: dict[str, type] = {"run": Settings, "data": Data}
-    for area in AREAS:
-        tables |= {f"{area}.{name}": each for name, each in techniques(area).items()}
-    return tables
+def keys(areas: Sequence[str] = AREAS) -> dict[str, type[Feature]]:
+    """Every table that features of these areas and packages may have, with the class of its settings."""
+    return {f"{area}.{name}": kind for area in areas for name, kind in techniques(area).items()}

@@ -26,6 +26,10 @@ HOSTS: Final = "hosts"
 LOCAL: Final = "local"
 
 
+AREAS: Final = ("precision", "memory", "graph", "parallel", "comm", "optim", "checkpoint")
+"""The areas of this package; inside a seam, features apply in this order, and those of other packages after them."""
+
+
 class Seam(IntEnum):
     """Where a feature attaches; the value is the order of application."""
 
@@ -76,9 +80,8 @@ class Feature(ABC):
 
     @property
     def name(self) -> str:
-        """`area.technique`, as the run file writes it."""
-        area = type(self).__module__.split(".")[1] if "." in type(self).__module__ else type(self).__module__
-        return f"{area}.{type(self).__name__.lower()}"
+        """`area.technique`, or `package.technique` for a feature of another package; the run file's table."""
+        return f"{area_of(type(self))}.{type(self).__name__.lower()}"
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -108,6 +111,12 @@ class Feature(ABC):
     def saving(self, trace: Trace) -> Saving | None:
         """The report's line, from what the run's trace measured."""
         return None
+
+
+def area_of(kind: type[Feature]) -> str:
+    """The area that a feature of this package belongs to; the top-level package of any other feature."""
+    package, *inside = kind.__module__.split(".")
+    return inside[0] if package == "shoestring" and inside else package
 
 
 def check_owners(features: Sequence[Feature]) -> None:

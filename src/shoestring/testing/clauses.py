@@ -18,7 +18,7 @@ import tomli_w
 from shoestring import run
 from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam
+from shoestring.core.feature import AREAS, Feature, Seam, area_of
 from shoestring.settings import help_texts, structure
 from shoestring.testing import imports, rivals, scenarios
 from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
@@ -175,8 +175,8 @@ def imports_no_other_area(case: Case) -> None:
     for place, area in imports.areas_named(kind):
         raise ViolationError(f"{place} imports the area `{area}`")
     loaded = imports.loaded_with(kind)
-    own = imports.area_of(kind)
-    others = sorted(area for area in run.AREAS if f"shoestring.{area}" in loaded and area != own)
+    own = area_of(kind)
+    others = sorted(area for area in AREAS if f"shoestring.{area}" in loaded and area != own)
     require(not others, f"importing {kind.__module__} loads the area `{', '.join(others)}`")
     require("torch" not in loaded, f"importing {kind.__module__} loads torch, which `--help` would wait for")
 
@@ -230,7 +230,7 @@ def _partners(case: Case) -> Iterator[Feature]:
     kinds = [type(partner) for partner in case.partners]
     after = kinds.index(type(case.feature)) + 1 if type(case.feature) in kinds else 0
     for partner in case.partners[after:]:
-        if partner.name.split(".")[0] != case.feature.name.split(".")[0]:
+        if area_of(type(partner)) != area_of(type(case.feature)):
             yield partner
 
 
@@ -267,10 +267,20 @@ def _settings(feature: Feature) -> Iterator[Feature]:
 
 
 def _round_trip(feature: Feature) -> Feature:
-    if imports.area_of(type(feature)) in run.AREAS:
-        (back,) = run.parse(tomllib.loads(run.Run(name="suite", features=(feature,)).dump())).features
-        return back
-    return structure(tomllib.loads(tomli_w.dumps(asdict(feature))), type(feature), feature.name, "the run file")
+    area = area_of(type(feature))
+    if area not in AREAS and not _is_exported(feature):
+        return structure(tomllib.loads(tomli_w.dumps(asdict(feature))), type(feature), feature.name, "the run file")
+    settings = run.Settings(packages=() if area in AREAS else (area,))
+    (back,) = run.parse(tomllib.loads(run.Run(name="suite", settings=settings, features=(feature,)).dump())).features
+    return back
+
+
+def _is_exported(feature: Feature) -> bool:
+    """Whether `run.packages` opens a table for a feature of another package."""
+    try:
+        return type(feature) in run.techniques(area_of(type(feature))).values()
+    except ConfigError:
+        return False
 
 
 def _rivals(feature: Feature) -> Iterator[tuple[Feature, str]]:

@@ -11,23 +11,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shoestring.core.feature import Feature
-from shoestring.run import AREAS
-
-
-def area_of(kind: type[Feature]) -> str:
-    """The area of a feature of this package; empty for others."""
-    parts = kind.__module__.split(".")
-    return parts[1] if parts[0] == "shoestring" and len(parts) > 1 else ""
+from shoestring.core.feature import AREAS, Feature, area_of
 
 
 def areas_named(kind: type[Feature]) -> Iterator[tuple[str, str]]:
     """(file:line, area) of every import of an area that is not the feature's own."""
-    own = area_of(kind)
-    file = Path(inspect.getfile(kind))
-    package = f"shoestring.{own}" if own else ""
-    for path in sorted(file.parent.rglob("*.py")) if own else [file]:
-        for line, name in _imported(ast.parse(path.read_text()), package):
+    own, file = area_of(kind), Path(inspect.getfile(kind))
+    inside = kind.__module__.startswith("shoestring.")
+    for path in sorted(file.parent.rglob("*.py")) if inside else [file]:
+        for line, name in _imported(ast.parse(path.read_text()), f"shoestring.{own}" if inside else ""):
             parts = name.split(".")
             if parts[0] == "shoestring" and len(parts) > 1 and parts[1] in AREAS and parts[1] != own:
                 yield f"{path.name}:{line}", parts[1]
