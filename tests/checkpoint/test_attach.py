@@ -3,13 +3,19 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from shoestring import checkpoint
+from shoestring.checkpoint.attached import addresses
+from shoestring.core.job import Job, compose
+from shoestring.core.world import World
+from shoestring.testing import jobs
 
 SCRIPT = Path(__file__).parent / "foreign.py"
 
@@ -54,6 +60,25 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
         assert step >= 1 and torch.equal(other.weight, torch.full((3, 3), float(step)))
         saves.step(last=True)
     assert not list((tmp_path / "memory").rglob("*.seal"))
+
+
+def test_a_save_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_path):
+    """As on a GPU, where they are read after the next step: they are copied beside it, like weights."""
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=3)
+
+    def start(steps):
+        with compose(Job(jobs.tiny(), optimizer=partial(SGD, lr=0.1), world=World()), [settings]) as job:
+            job.defers = True
+            began = job.restore("auto")
+            for number in range(steps):
+                job.step(jobs.batch(number))
+            unread = job.progress.unread
+            assert unread is None or unread.data_ptr() in addresses([job.progress])
+            return began, job.progress.tokens
+
+    each = jobs.BATCH * jobs.SEQUENCE
+    assert start(3) == (None, 2 * each)
+    assert start(0) == (3, 3 * each)
 
 
 def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from shoestring import checkpoint, optim, parallel
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, ordered
 from shoestring.core.job import Job, attach, compose
+from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
 
@@ -225,3 +226,21 @@ def test_loading_makes_no_step(tmp_path):
     assert again.progress.step == 2 and torch.equal(weights, first.module.weight)
     assert {group["lr"] for group in again.built_optimizer.param_groups} == {0.25}
     assert int(again.built_optimizer.state[weights]["step"]) == 2
+
+
+def test_tokens_of_a_step_that_is_not_read_yet_are_in_what_is_kept():
+    """As on a GPU, where the numbers of a step are read after the next one: a save between them lacks none."""
+
+    def kept(made):
+        progress = Progress()
+        progress.load_state_dict(made.progress.state_dict())
+        return progress
+
+    made = compose(job())
+    made.defers = True
+    for step in range(1, 4):
+        made.step(batch())
+        assert made.progress.tokens == 2 * (step - 1)
+        assert kept(made) == Progress(step=step, tokens=2 * step)
+    made.verify()
+    assert made.progress.tokens == 6 and kept(made) == Progress(step=3, tokens=6)

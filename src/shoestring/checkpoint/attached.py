@@ -31,7 +31,7 @@ def install(job: Job, settings: Tiered) -> None:
     """Save the job's kept state after its steps from now on."""
 
     def stable() -> set[int]:
-        return addresses([job.module, job.built_optimizer])
+        return addresses([job.module, job.built_optimizer, job.progress])
 
     engine = Engine(job.kept, job.progress, job.world, settings, slots_folder(settings, job.world), stable)
     job.keep("checkpoint", engine.schedule)
@@ -64,7 +64,8 @@ def slots_folder(settings: Tiered, world: World) -> Path:
 
 
 def addresses(owners: Iterable[object]) -> set[int]:
-    """Where the tensors lie that only an optimizer's step changes: parameters and optimizer state."""
+    """Where the tensors lie that stay as they are until the next optimizer step: parameters, optimizer state, and
+    numbers of the newest step that nobody has read."""
     with torch.no_grad():  # where a DTensor gives its local tensor as it is
         return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
 
@@ -75,6 +76,8 @@ def _tensors(owner: object) -> Iterator[Tensor]:
     elif isinstance(owner, Optimizer):
         for state in owner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+    elif isinstance(owner, Progress) and owner.unread is not None:
+        yield owner.unread
 
 
 def _local(tensor: Tensor) -> Tensor:

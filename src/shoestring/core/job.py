@@ -87,7 +87,7 @@ class Job:
         self.stopping = False
         self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self._stop_asked = self._silent = False
-        self._totals: Tensor | None = None
+        self.defers = self.world.device.type != "cpu"  # reading a step's numbers would wait: it is done one step late
         if isinstance(self.model, DistributedDataParallel):
             self.module, self.replicas, self.sync = self.model.module, (HOSTS, LOCAL), no_sync(self.model)
 
@@ -223,7 +223,7 @@ class Job:
 
     def _settle(self, sums: Tensor) -> None:
         """Read the sums where that is free: at once on a CPU, one step late on an accelerator."""
-        ready, self._totals = (sums, None) if sums.device.type == "cpu" else (self._totals, sums.clone())
+        ready, self.progress.unread = (self.progress.unread, sums.clone()) if self.defers else (sums, None)
         if ready is None:
             return
         loss, count, votes = ready.tolist()
@@ -241,10 +241,10 @@ class Job:
 
     def verify(self) -> None:
         """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
-        loss, count, _ = (0.0, 0.0, 0.0) if self._totals is None else self._totals.tolist()
+        loss, count, _ = (0.0, 0.0, 0.0) if self.progress.unread is None else self.progress.unread.tolist()
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss became {loss} at step {self.progress.step}")
-        self.progress.tokens, self._totals = self.progress.tokens + int(count), None
+        self.progress.tokens, self.progress.unread = self.progress.tokens + int(count), None
 
     def _apply(self, sums: Tensor) -> None:
         self.scaler.unscale_(self.built_optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -29,12 +29,19 @@ class Progress:
     total: int = 0  # optimizer steps to do; 0 where that is open
     tokens: int = 0  # targets seen, over all ranks
     count: float = 0.0  # the divisor of the last step's loss; see Job._divisor
+    unread: torch.Tensor | None = None
+    """On an accelerator, (loss, count, votes to stop) of the newest step: reading them now would wait for it."""
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The numbers; what is not read yet is saved as the tensor that it is, so that no save waits for it."""
+        state = {name: value for name, value in vars(self).items() if name != "unread"}
+        return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
+        state = dict(state_dict)
+        targets = int(state.pop("unread", 0))  # of the newest step
+        vars(self).update(state, unread=None)
+        self.tokens += targets
 
 
 def _options(state: dict[str, Any]) -> named.StateDictOptions:
