@@ -18,6 +18,7 @@ from shoestring.checkpoint.generation import Record
 from shoestring.checkpoint.layout import PRIVATE
 from shoestring.checkpoint.resume import forget_all
 from shoestring.checkpoint.slots import seals
+from shoestring.checkpoint.tree import root
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.world import World
 
@@ -253,7 +254,7 @@ def shown(save: Save) -> dict[str, Any]:
     owned = {name: f"{len(content.own)} ranks' own" for states in content.own.values() for name in states}
     states = []
     for name, across in [*dict.fromkeys(content.shared, "of all ranks").items(), *owned.items()]:
-        mine = [stored for stored in content.tensors.values() if _of(stored.name) == name]
+        mine = [stored for stored in content.tensors.values() if _of(stored.name) in (name, root(name))]
         values = [] if across != "of all ranks" else _values(content.state(name))
         states.append({"name": name, "across": across, "tensors": len(mine), "bytes": sum(s.nbytes for s in mine)})
         states[-1]["values"] = dict(values[:20])

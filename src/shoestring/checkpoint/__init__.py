@@ -164,6 +164,9 @@ def attach(
     Args:
         state: what all ranks hold alike or in shards: the model, the optimizer, a schedule.
         own: what each rank has for itself: a loader. Random states are saved without being named.
+
+    Raises:
+        ConfigError: a state has the name of one that is saved besides (progress, random, checkpoint) or of another one.
     """
     from shoestring.checkpoint.attached import Attached
 

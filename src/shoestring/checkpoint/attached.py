@@ -19,12 +19,16 @@ from torch.optim import Optimizer
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.resume import forget_all, resume
 from shoestring.checkpoint.tiered import Engine
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
+
+OURS = ("progress", "random", "checkpoint")
+"""The names of the states that are saved besides those of a program with a loop of its own."""
 
 
 def install(job: Job, settings: Tiered) -> None:
@@ -84,6 +88,17 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _check_names(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
+    """Raise ConfigError where two states would be saved under one name."""
+    for name in OURS:
+        if name in state or name in own:
+            raise ConfigError(
+                f"`{name}` is the name of a state that `checkpoint.attach` saves itself", hint="give yours another name"
+            )
+    if both := state.keys() & own.keys():
+        raise ConfigError(f"`{min(both)}` is in `state` and in `own`", hint="give one of them another name")
+
+
 class Attached:
     """The checkpoint cache of a program with a loop of its own. A context manager: it stops its threads at the end.
 
@@ -93,6 +108,7 @@ class Attached:
     def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
         self.progress, world = Progress(), World.current()
         settings.validate(world.hosts)
+        _check_names(state, own)
         self._hooks: list[Callable[[], None]] = []
         kept = {name: Kept(each, "shard", None) for name, each in state.items()}
         kept |= {name: Kept(each, "own", None) for name, each in own.items()}

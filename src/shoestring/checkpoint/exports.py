@@ -25,7 +25,7 @@ from shoestring.checkpoint.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sour
 from shoestring.checkpoint.part import Draft, Part, mapped
 from shoestring.checkpoint.plain import FORMAT as PLAIN_FORMAT
 from shoestring.checkpoint.state import unpack
-from shoestring.checkpoint.tree import decode, encode
+from shoestring.checkpoint.tree import decode, encode, root
 from shoestring.core.errors import CheckpointError, nearest
 from shoestring.core.files import write_atomic
 
@@ -185,11 +185,11 @@ def one_file(path: Path) -> Saved:
     if content.get("format") != PLAIN_FORMAT:
         raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {PLAIN_FORMAT}")
     leaves: dict[str, Tensor] = {}
-    shared = {name: encode(state, name, leaves) for name, state in content["shared"].items()}
+    shared = {name: encode(state, root(name), leaves) for name, state in content["shared"].items()}
     own = {}
     for rank, states in enumerate(content["own"]):
         mine: dict[str, Tensor] = {}
-        own[rank] = {name: encode(state, name, mine) for name, state in states.items()}
+        own[rank] = {name: encode(state, root(name), mine) for name, state in states.items()}
         leaves |= {f"{rank}:{name}": tensor for name, tensor in mine.items()}
     tensors = {name: _held(name, tensor) for name, tensor in leaves.items()}
     homes = {rank: {} for rank in own}
@@ -216,6 +216,8 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
+    if "__metadata__" in tensors:
+        raise CheckpointError("cannot export `__metadata__`: safetensors has another use for this name")
     for name, stored in ordered:
         if stored.dtype not in _NAMES:
             raise CheckpointError(f"cannot export `{name}`: safetensors has no {stored.dtype}")
@@ -260,7 +262,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
     """
     generation = Generation(step, start, secrets.token_hex(4), 1, 1)
     leaves: dict[str, Tensor] = {}
-    trees = {name: encode(state, name, leaves) for name, state in states.items()}
+    trees = {name: encode(state, root(name), leaves) for name, state in states.items()}
     about = {"step": step, "start": start, "uid": generation.uid, "homes": {}}
     draft = Draft.of(_whole(leaves), about | {"trees": {"shared": trees, "own": {}}})
     try:

@@ -111,7 +111,9 @@ def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
 def _entry(leaf: Leaf, taken: Mapping[str, Any]) -> str:
     whole = leaf.box.shape == leaf.shape
     name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
-    return name if name not in taken and name != "__metadata__" else f"{name}#{len(taken)}"
+    while name in taken or name == "__metadata__":  # a piece of `a` is named as another tensor, `a@5`, is
+        name += "#"
+    return name
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shoestring.checkpoint.generation import Entry, Generation
 from shoestring.checkpoint.layout import PRIVATE, Box, box_of, sources
 from shoestring.checkpoint.part import Part, Piece, mapped
 from shoestring.checkpoint.staging import apart_name, home
-from shoestring.checkpoint.tree import decode, encode
+from shoestring.checkpoint.tree import decode, encode, root
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.world import World
@@ -231,8 +231,8 @@ class Wanted:
         """By tensor, or by what its path begins with: what it is placed like on this rank."""
         for name, each in self.kept.items():
             found: dict[str, Tensor] = {}
-            encode(each.state.state_dict(), name, found)
-            for path, tensor in (*found.items(), *_moments(name, each.state)):
+            encode(each.state.state_dict(), root(name), found)
+            for path, tensor in (*found.items(), *_moments(root(name), each.state)):
                 if isinstance(tensor, DTensor):
                     key = f"{home(tensor, self.world.rank)}:{path}" if each.across == "own" else path
                     self._placed[key] = tensor
@@ -314,11 +314,11 @@ class Wanted:
         return leaf(f"{homes.get(path, rank)}:{path}", placed)
 
 
-def _moments(name: str, state: object) -> Iterator[tuple[str, Tensor]]:
+def _moments(path: str, state: object) -> Iterator[tuple[str, Tensor]]:
     """(path below which its state is saved, parameter): a fresh optimizer's state will lie as its parameters do."""
     if isinstance(state, Optimizer):
         parameters = (parameter for group in state.param_groups for parameter in group["params"])
-        yield from ((f"{name}/state/{index}", parameter) for index, parameter in enumerate(parameters))
+        yield from ((f"{path}/state/{index}", parameter) for index, parameter in enumerate(parameters))
 
 
 def _as(placed: DTensor, local: Tensor) -> DTensor:

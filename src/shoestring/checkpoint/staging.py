@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shoestring.checkpoint.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
 from shoestring.checkpoint.part import Draft, Form, aligned
 from shoestring.checkpoint.slots import Slot
-from shoestring.checkpoint.tree import encode
+from shoestring.checkpoint.tree import encode, root, step
 from shoestring.core._torch import foreach_copy_, own_name
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
@@ -73,7 +73,7 @@ class Content:
         for name, of in kept.items():
             found: dict[str, Tensor] = {}
             own = of.across == "own"
-            self.trees["own" if own else "shared"][name] = encode(of.state.state_dict(), name, found)
+            self.trees["own" if own else "shared"][name] = encode(of.state.state_dict(), root(name), found)
             self.tensors += found.values()
             self.outline += [
                 (own, path, each.dtype, each.shape, each.device_mesh, each.placements)
@@ -88,7 +88,7 @@ class Frame:
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
-        self._buffers = {path for name, each in content.kept.items() for path in buffers(name, each.state)}
+        self._buffers = {path for name, each in content.kept.items() for path in buffers(root(name), each.state)}
         self.homes: dict[str, int] = {}
         """The ranks that own tensors are named after; of a DTensor, which several ranks make up, the first of them."""
         leaves = [
@@ -132,12 +132,12 @@ def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
     return index, slice(first, first + piece.row_count)
 
 
-def buffers(name: str, state: object) -> Iterator[str]:
+def buffers(path: str, state: object) -> Iterator[str]:
     """The paths of a module's buffers: replicas do not keep them equal (BatchNorm's statistics of its own batches)."""
     if isinstance(state, ModelState):  # which names them whatever wraps the model
-        yield from (f"{name}/{own_name(state.model, each)}" for each in _buffers(state.model))
+        yield from (f"{path}/{step(own_name(state.model, each))}" for each in _buffers(state.model))
     elif isinstance(state, nn.Module):
-        yield from (f"{name}/{each}" for each in _buffers(state))
+        yield from (f"{path}/{step(each)}" for each in _buffers(state))
 
 
 def _buffers(model: nn.Module) -> Iterator[str]:

@@ -1,7 +1,14 @@
-"""Nested state as a JSON tree and the tensors at its leaves, and back."""
+"""Nested state as a JSON tree and the tensors at its leaves, and back.
+
+A tensor's name is its path: the keys from the outside in, with slashes between them. No two paths have the same name:
+in a key that is text, `~` is written as `~0` and `/` as `~1` (as in JSON Pointer, RFC 6901); any other key is written
+as JSON, after `~=` where keys beside it are text. Saves of version 0.1 have other names where keys hold these
+characters, or are text and numbers; they are read as well, for the tree holds every name that it refers to.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +23,21 @@ _TENSOR, _ARRAY, _TUPLE, _MAP = "tensor", "array", "tuple", "map"
 _SCALARS = {str, int, float, bool, type(None)}
 
 
+def root(name: str) -> str:
+    """The path of a state by its name. It holds no colon, which comes after the rank in the name of a rank's tensor."""
+    return step(name).replace(":", "~2")
+
+
 def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     """The JSON tree of nested mappings, lists, tuples, tensors, arrays and JSON scalars.
 
     Tensors and arrays are put into `leaves` as they are, under their path; DTensors stay DTensors.
 
+    Args:
+        path: the value's own; see `root`.
+
     Raises:
-        CheckpointError: a value of another type, named by its path.
+        CheckpointError: a value that cannot be saved, named by its path.
     """
     if type(value) in _SCALARS:
         return value
@@ -30,9 +45,8 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
         case Tensor():
             return {_TENSOR: _put(value.detach() if value.requires_grad else value, path, leaves)}
         case dict() | Mapping():
-            if not _SCALARS.issuperset(map(type, value)):
-                _check_keys(value, path)
-            return {_MAP: [[key, encode(each, f"{path}/{key}", leaves)] for key, each in value.items()]}
+            written = step if {str}.issuperset(map(type, value)) else _steps(value, path)
+            return {_MAP: [[key, encode(each, f"{path}/{written(key)}", leaves)] for key, each in value.items()]}
         case tuple():
             return {_TUPLE: encode(list(value), path, leaves)}
         case list():
@@ -49,10 +63,13 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     raise CheckpointError(f"cannot save `{path.lstrip('/')}`: a {type(value).__name__}", hint="keep tensors or numbers")
 
 
-def _check_keys(value: Mapping[Any, Any], path: str) -> None:
+def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
+    """How the keys of a mapping are written in a path."""
     for key in value:
         if not isinstance(key, str | int | float | None):
             raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is no string or number")
+    mark = "~=" if any(isinstance(key, str) for key in value) else ""
+    return lambda key: step(key) if isinstance(key, str) else mark + json.dumps(key)
 
 
 def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
@@ -71,8 +88,13 @@ def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
     return {key: decode(each, leaf) for key, each in content}
 
 
+def step(key: str) -> str:
+    """A key that is text, as a part of a path."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
 def _put(tensor: Tensor, path: str, leaves: dict[str, Tensor]) -> str:
-    """Two paths may read alike: of the keys 1 and "1", or "a/b" and "b" inside "a"."""
-    name = path if path not in leaves else f"{path}~{len(leaves)}"
-    leaves[name] = tensor
-    return name
+    if path in leaves:  # each key that is not a number (NaN) is another one, but all are written alike
+        raise CheckpointError(f"cannot save `{path.lstrip('/')}`: two values have this name", hint="rename a key")
+    leaves[path] = tensor
+    return path
