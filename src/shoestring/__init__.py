@@ -18,13 +18,15 @@ from shoestring.core.feature import AREAS
 if TYPE_CHECKING:
     from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision
     from shoestring.build import load_model
-    from shoestring.core.feature import Feature, Phase, Seam
+    from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job, attach, compose
     from shoestring.core.trace import span
     from shoestring.core.world import World
     from shoestring.joining import join
 
 _HOME = {
+    "Curve": "core.feature",
+    "Table": "core.feature",
     "Feature": "core.feature",
     "Phase": "core.feature",
     "Seam": "core.feature",
@@ -38,10 +40,12 @@ _HOME = {
 }
 
 __all__ = [
+    "Curve",
     "Feature",
     "Job",
     "Phase",
     "Seam",
+    "Table",
     "World",
     "attach",
     "checkpoint",

@@ -65,7 +65,7 @@ def _sinks(job: Job, run: Run, folder: Path) -> list[Sink]:
 def _flops_per_token(job: Job, run: Run) -> float:
     if isinstance(job.module, GPT):
         return job.module.flops_per_token(run.data.sequence)
-    return 6 * job.trace.facts["parameters"]
+    return 6 * job.trace.parameters
 
 
 # -- the first lines --------------------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ def opening(job: Job, run: Run, data: Feed, folder: Path) -> Iterator[str]:
             f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
         )
     length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
-    parameters = job.trace.facts["parameters"] / 1e6
-    yield f"model: {settings.model}, {parameters:.2f} M parameters; {length} of {settings.batch} samples"
+    millions = job.trace.parameters / 1e6
+    yield f"model: {settings.model}, {millions:.2f} M parameters; {length} of {settings.batch} samples"
     for feature in job.features:
         why = feature.explain(job)
         yield f"  {feature.name}{': ' + why if why else ''}"
@@ -115,7 +115,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
     """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
     done = 0 < job.progress.total <= job.progress.step
     status = "stopped" if job.stopping and not done else "finished"
-    job.trace.facts |= {"seconds": seconds, "steps": job.progress.step}
+    job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
     held_out = evaluate(job, run, data) if status == "finished" else {}
     if held_out:
         meter.write(job.progress.step, held_out)
@@ -216,7 +216,7 @@ def _summary(
         "total_steps": job.progress.total,
         "tokens": job.progress.tokens,
         "seconds": seconds,
-        "parameters": job.trace.facts["parameters"],
+        "parameters": job.trace.parameters,
         "held_out_loss": held_out.get("held_out_loss"),
         "bits_per_byte": {name: value for name, value in bits.items() if math.isfinite(value)},
         "features": [
@@ -229,6 +229,11 @@ def _summary(
             for feature in job.features
         ],
         "savings": [{"feature": feature.name} | asdict(saving) for feature, saving in savings if saving],
+        "shown": [
+            {"feature": feature.name, "as": type(each).__name__.lower()} | asdict(each)
+            for feature in job.features
+            for each in feature.shown(job.trace)
+        ],
         "notes": [],
     }
 

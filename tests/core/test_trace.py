@@ -7,12 +7,12 @@ import time
 import pytest
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.trace import Trace, span
+from shoestring.core.trace import Trace, listening, span
 from shoestring.report.timeline import chrome, dumps, merge, read
 
 
 def made(rank=0, names=("a", "b"), start=0.0):
-    trace = Trace(rank=rank, host=f"host{rank}", facts={"ranks": 2.0}, origin=0.0)
+    trace = Trace(rank=rank, host=f"host{rank}", ranks=2, parameters=7, facts={"own": 2.0}, origin=0.0)
     for index, name in enumerate(names):
         trace.step = index
         trace.record(name, "compute", start + index, start + index + 0.5, nbytes=10 * index)
@@ -25,7 +25,8 @@ def test_what_is_written_is_read_again(tmp_path):
     path = tmp_path / "trace-0.jsonl"
     path.write_text(dumps(trace))
     again = read(path)
-    assert (again.rank, again.host, again.facts) == (trace.rank, trace.host, trace.facts)
+    known = ("rank", "host", "ranks", "parameters", "gradient_bytes", "steps", "training_seconds", "facts")
+    assert [getattr(again, name) for name in known] == [0, "host0", 2, 7, 0, 0, 0.0, {"own": 2.0}]
     assert list(again.spans) == list(trace.spans)
     assert again.totals == trace.totals
     assert dumps(again) == dumps(trace)
@@ -154,3 +155,58 @@ def test_writing_while_other_threads_record():
         ended.set()
         for thread in threads:
             thread.join()
+
+
+class Spy:
+    """Writes down what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    def begin(self, work):
+        self.heard.append(("begin", work.name, threading.get_ident()))
+
+    def end(self, work):
+        self.heard.append(("end", work.name, work.nbytes))
+
+
+def test_a_listener_hears_a_span_begin_before_its_work_and_end_after_it():
+    spy, here = Spy(), threading.get_ident()
+    with listening(spy), span("outer", "compute"), span("inner", "wire") as inner:
+        inner.nbytes = 5
+        spy.heard.append("work")
+    begun = [("begin", "outer", here), ("begin", "inner", here)]
+    assert spy.heard == [*begun, "work", ("end", "inner", 5), ("end", "outer", 0)]
+
+
+def test_a_listener_hears_of_other_threads_and_of_work_that_fails():
+    spy = Spy()
+    with listening(spy):
+        worker = threading.Thread(target=lambda: span("there", "disk").__enter__().__exit__(None, None, None))
+        worker.start()
+        worker.join()
+        with pytest.raises(ZeroDivisionError), span("fails", "compute"):
+            raise ZeroDivisionError
+    (_, name, thread), *rest = spy.heard
+    assert name == "there" and thread == worker.ident
+    assert [kind for kind, *_ in rest] == ["end", "begin", "end"]
+
+
+def test_a_listener_hears_the_end_of_those_spans_only_that_it_heard_begin():
+    early, late = Spy(), Spy()
+    with listening(early):
+        before = span("before", "compute").__enter__()
+    with listening(late):
+        before.__exit__(None, None, None)
+    assert [kind for kind, *_ in early.heard] == ["begin"] and late.heard == []
+
+
+def test_what_a_listener_does_is_no_part_of_the_span():
+    class Slow(Spy):
+        def begin(self, work):
+            self.until = time.perf_counter()
+
+    slow = Slow()
+    with Trace(origin=0.0) as trace, listening(slow), span("quick", "compute"):
+        pass
+    assert trace.spans[0].start >= slow.until

@@ -12,7 +12,8 @@ import pytest
 
 from shoestring import report
 from shoestring.core.errors import ShoestringError
-from shoestring.report import page, sections
+from shoestring.report import curves, page, sections
+from shoestring.report.folder import read
 
 
 class Outline(HTMLParser):
@@ -40,6 +41,54 @@ class Outline(HTMLParser):
 
 def written(folder):
     return report.write(folder.path).read_text("utf-8")
+
+
+def shown_by_features(text):
+    return [
+        {
+            "feature": "sparse.soft",
+            "as": "table",
+            "title": f"Layers {text}",
+            "note": "Kept energy & flips",
+            "head": ["Layer", f"Kept {text}"],
+            "rows": [["mlp.up", 0.8194], [text, float("nan")]],
+        },
+        {
+            "feature": "sparse.soft",
+            "as": "curve",
+            "title": f"Flip rate {text}",
+            "unit": "share",
+            "metrics": {"flips_up": f"up {text}", "flips_down": "down"},
+        },
+    ]
+
+
+def test_what_features_show_is_there_and_escaped(new, hostile):
+    folder = new()
+    for step in range(1, 5):
+        folder.rows.append({"step": step, "time": float(step), "loss": 2.0, "flips_up": 0.5, "flips_down": 0.25})
+    folder.summary(shown=shown_by_features(hostile))
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in folder.rows))
+    text = written(folder)
+    assert hostile not in text and text.count("&lt;/script&gt;&lt;img src=x") >= 3
+    assert "Kept energy &amp; flips" in text and "0.819" in text and "NaN" in text
+    (chart,) = [chart for chart in curves.payload([read(folder.path)])["small"] if "flips" not in chart["key"]]
+    assert (chart["title"], chart["unit"]) == (f"Flip rate {hostile}", "share")
+    lines = [(line["label"], line["tone"], line["value"]) for line in chart["lines"]]
+    assert lines == [(f"up {hostile}", 0, [0.5] * 4), ("down", 1, [0.25] * 4)]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        None, 5, [5], [{}], [{"as": "table"}], [{"as": "curve"}], [{"as": "table", "head": 3, "rows": [4, [5, None]]}],
+        [{"as": "curve", "metrics": {"loss": 3}}], [{"as": "curve", "metrics": ["loss"], "title": {}}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_features_show_may_be_damaged(new, shown):
+    folder = new().metrics().summary(shown=shown)
+    assert "<h1>quickstart</h1>" in written(folder)
 
 
 def test_the_page_says_what_happened(whole):

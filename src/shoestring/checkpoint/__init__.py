@@ -54,7 +54,7 @@ class Plain(Feature):
         return f"every {self.every} steps, at the end and on a signal" if self.every else "at the end and on a signal"
 
     def saving(self, trace: Trace) -> Saving | None:
-        steps = trace.facts.get("steps", 0.0)
+        steps = trace.steps
         if not 0 < self.every < steps:
             return None
         return Saving(
@@ -136,7 +136,7 @@ class Tiered(Feature):
         return Schedule(self, job.world.hosts).survives()
 
     def saving(self, trace: Trace) -> Saving | None:
-        steps = trace.facts.get("steps", 0.0)
+        steps = trace.steps
         lost = trace.facts.get("checkpoint_steps_at_risk", steps)
         if not 0 < lost < steps:
             return None

@@ -6,7 +6,7 @@ This module imports neither torch nor any area, so that settings can be read, ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
@@ -65,6 +65,25 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table that a feature adds to the report."""
+
+    title: str
+    head: tuple[str, ...]  # the titles of the columns
+    rows: tuple[tuple[str | float, ...], ...]  # the first cell of a row names it
+    note: str = ""  # a sentence below the title
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A chart that a feature adds to the report: numbers that it published at each step in `job.numbers`."""
+
+    title: str
+    metrics: Mapping[str, str]  # the number's key -> its label in the chart
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feature(ABC):
     """One technique's settings. Subclasses are final, frozen, keyword-only dataclasses whose field docstrings are help.
 
@@ -111,6 +130,10 @@ class Feature(ABC):
     def saving(self, trace: Trace) -> Saving | None:
         """The report's line, from what the run's trace measured."""
         return None
+
+    def shown(self, trace: Trace) -> Sequence[Table | Curve]:
+        """What else it shows in the report; read once the run has ended, on the first rank."""
+        return ()
 
 
 def area_of(kind: type[Feature]) -> str:

@@ -299,9 +299,9 @@ class Job:
             )
         self.exits.callback(self.built_optimizer.register_step_pre_hook(self._before).remove)
         self.exits.callback(self.built_optimizer.register_step_post_hook(self._after).remove)
-        self.trace.facts["parameters"] = sum(parameter.numel() for parameter in self.parameters)
-        self.trace.facts["gradient_bytes"] = sum(p.numel() * p.element_size() for p in self.parameters)
-        self.trace.facts["ranks"] = self.world.size
+        self.trace.parameters = sum(parameter.numel() for parameter in self.parameters)
+        self.trace.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        self.trace.ranks = self.world.size
         self.keep("model", ModelState(self.model), across="shard")
         self.keep("optimizer", OptimizerState(self.model, self.built_optimizer, self._silently), across="shard")
         self.keep("scaler", self.scaler)

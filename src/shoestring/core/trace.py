@@ -1,7 +1,8 @@
 """What happened, and how long it took: spans on any thread, bounded in memory however long the run.
 
 `span` costs about a microsecond, so it may stand on hot paths. It records into every trace that is open
-(`with trace:`), on whatever thread it runs; with none open it does nothing.
+(`with trace:`), on whatever thread it runs, and tells every listener (`with listening(profiler):`) when it begins and
+ends; with none of either it does nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 Kind = Literal["compute", "wire", "copy", "disk", "wait"]
 
 # The traces that are open in this process. Work is marked on threads that were started long before or outside of
 # any run (autograd's, a communication library's), so a context variable would not reach them.
 _open: list[Trace] = []
+_listeners: list[Listener] = []
 
 
 class Span(NamedTuple):
@@ -49,8 +53,17 @@ class Trace:
     host: str = ""
     keep: int = 16384
     step: int = 0
+    ranks: int = 1
+    parameters: int = 0
+    """Trained parameters, in elements; gathered, where they are sharded."""
+    gradient_bytes: int = 0
+    """Bytes of all their gradients."""
+    steps: int = 0
+    """Optimizer steps of the run, once it has ended."""
+    training_seconds: float = 0.0
+    """Seconds that the loop took, once it has ended."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers known about the run: parameters, gradient bytes, ranks, seconds …"""
+    """Numbers of features' own, which `Feature.saving` and `Feature.shown` read."""
     totals: dict[tuple[str, Kind], Total] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=deque)
     origin: float = field(default_factory=time.perf_counter)
@@ -94,10 +107,28 @@ class Trace:
             return list(self.spans), {key: replace(total) for key, total in self.totals.items()}
 
 
+class Listener(Protocol):
+    """Hears each span begin and end, on the span's own thread; the end of those only that it heard begin."""
+
+    def begin(self, work: span, /) -> None: ...
+
+    def end(self, work: span, /) -> None: ...
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of every span in this process; spans may nest, and what it does is not part of their time."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute"):`)
     """Marks the work inside a `with` block; `nbytes` may be set while it runs."""
 
-    __slots__ = ("began", "kind", "name", "nbytes")
+    __slots__ = ("_told", "began", "kind", "name", "nbytes")
 
     def __init__(self, name: str, kind: Kind, nbytes: int = 0) -> None:
         self.name = name
@@ -105,6 +136,9 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
         self.nbytes = nbytes
 
     def __enter__(self) -> Self:
+        self._told = tuple(_listeners)
+        for listener in self._told:
+            listener.begin(self)
         self.began = time.perf_counter()
         return self
 
@@ -113,3 +147,6 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
             ended = time.perf_counter()
             for trace in _open:
                 trace.record(self.name, self.kind, self.began, ended, self.nbytes)
+        for listener in reversed(self._told):
+            if listener in _listeners:
+                listener.end(self)

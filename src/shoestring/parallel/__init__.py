@@ -85,7 +85,7 @@ class FSDP(Feature):
         return f"sharded over the {job.world.local_size} ranks of a host, {self.hosts}d across {job.world.hosts} hosts"
 
     def saving(self, trace: Trace) -> Saving | None:
-        shards, whole = trace.facts.get("shards", 1.0), 4 * trace.facts["gradient_bytes"] / 2**30
+        shards, whole = trace.facts.get("shards", 1.0), 4 * trace.gradient_bytes / 2**30
         if shards == 1:
             return None
         return Saving(

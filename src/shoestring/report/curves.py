@@ -8,11 +8,12 @@ from statistics import fmean
 from typing import Any
 
 from shoestring.report import digest
-from shoestring.report.folder import RunFolder
+from shoestring.report.folder import RunFolder, tables
 
 LARGE, SMALL = 4000, 1200  # points kept of a curve, in a large chart and in a small one
 TREND = 250  # a curve of twice as many points gets their means drawn over it
 LETTERS = "AB"
+TONES = 4  # colours of lines that page.css has
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -37,12 +38,15 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
     "step", "seconds", "tokens", "value"} with equally long lists. A value that is not finite is its name as text.
     """
     large = [_large(key, runs) for key in _MAIN]
+    added = {str(row.get("title")): row for run in runs for row in tables(run.summary, "shown") if _has_lines(row)}
     taken = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
+    taken |= {metric for row in added.values() for metric in row["metrics"]}
     found = {metric for run in runs for metric in run.columns} - taken
     order = [metric for metric in _KNOWN if metric in found] + sorted(found - set(_KNOWN))
     charts = {
         "large": [chart for chart in large if chart["lines"]],
-        "small": [_small(metric, runs) for metric in order],
+        "small": [_small(metric, runs) for metric in order]
+        + [chart for row in added.values() if (chart := _added(row, runs))["lines"]],
     }
     lines = [line for group in charts.values() for chart in group for line in chart["lines"]]
     return charts | {"tokens": bool(lines) and all(None not in line["tokens"] for line in lines)}
@@ -89,6 +93,23 @@ def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     for position, run in enumerate(runs):
         lines += _lines(run, metric, LETTERS[position] if len(runs) > 1 else title.lower(), position, "solid", SMALL)
     return {"key": metric, "title": title, "unit": unit, "format": form, "marks": [], "lines": lines}
+
+
+def _has_lines(row: dict[str, Any]) -> bool:
+    """Whether a row of what features show is a curve; a damaged one is left out, and its metrics drawn alone."""
+    return row.get("as") == "curve" and isinstance(row.get("metrics"), dict)
+
+
+def _added(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """The chart that a feature adds; a tone for each of its lines, or for each of several runs."""
+    lines = []
+    for position, run in enumerate(runs):
+        for index, (metric, label) in enumerate(row["metrics"].items()):
+            prefix = f"{LETTERS[position]} " if len(runs) > 1 else ""
+            tone = (position if len(runs) > 1 else index) % TONES
+            lines += _lines(run, metric, f"{prefix}{label}", tone, "solid", SMALL)
+    head = {"key": f"{row.get('feature')}: {row.get('title')}", "title": str(row.get("title", ""))}
+    return head | {"unit": str(row.get("unit", "")), "format": "plain", "marks": [], "lines": lines}
 
 
 def _named(metric: str) -> tuple[str, str]:

@@ -90,6 +90,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
             charts(data),
             sections.where(run),
             sections.savings(run),
+            sections.shown(run),
             sections.features(run),
             sections.ranks(run),
             sections.samples(run),

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoestring.report import digest, figures
 from shoestring.report.folder import RunFolder, flat, number, table, tables
-from shoestring.report.markup import Markup, tag
+from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 
 _SHOWN_RANKS = 8  # more than this and the table of what ran where shows the least and the most instead of each
@@ -165,6 +165,25 @@ def saving(row: dict[str, Any]) -> str:
     share = 1 - used / without
     verb = f"saved {figures.percent(share)} of" if share >= 0 else f"cost {figures.percent(-share)} more"
     return f"{feature} {verb} {unit}: {change}"
+
+
+def shown(run: RunFolder) -> Markup:
+    """The tables that features add."""
+    parts = []
+    for row in tables(run.summary, "shown"):
+        if row.get("as") == "table":
+            title, note = str(row.get("title", "")), str(row.get("note", ""))
+            head = [str(cell) for cell in _list(row.get("head"))]
+            rows = [[_cell(cell) for cell in _list(line)] for line in _list(row.get("rows"))]
+            caption = f"By {row.get('feature', 'a feature')}"
+            parts.append(
+                _section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
+            )
+    return join(parts)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def features(run: RunFolder) -> Markup:

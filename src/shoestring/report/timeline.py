@@ -11,6 +11,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.trace import Kind, Span, Total, Trace
 
 FORMAT = 1
+KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # what a trace knows of its run
 
 
 def dumps(trace: Trace) -> str:
@@ -20,6 +21,7 @@ def dumps(trace: Trace) -> str:
         "trace": FORMAT,
         "rank": trace.rank,
         "host": trace.host,
+        **{name: getattr(trace, name) for name in KNOWN},
         "facts": trace.facts,
         "totals": [
             {"name": name, "kind": kind, "count": total.count, "seconds": total.seconds, "bytes": total.nbytes}
@@ -43,10 +45,11 @@ def read(path: Path) -> Trace:
         spans = [Span(**line) for line in lines]
         if any(span.kind not in get_args(Kind) for span in spans):
             raise ValueError("unknown kind of span")
-        rank, host, facts = head["rank"], head["host"], head["facts"]
+        given = {name: head[name] for name in ("rank", "host", "facts")}
+        given |= {name: head[name] for name in KNOWN if name in head}
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"`{path}` is not a trace of format {FORMAT}: {error}") from error
-    trace = Trace(rank=rank, host=host, facts=facts, totals=totals, keep=max(len(spans), 1))
+    trace = Trace(totals=totals, keep=max(len(spans), 1), **given)
     trace.spans.extend(spans)
     return trace
 
