@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main, paired
 from shoestring import optim
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.models.gpt import tiny

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.mishaps import ended_by_signals
 from shoestring.optim import AdamW
 

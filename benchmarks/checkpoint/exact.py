@@ -17,8 +17,9 @@ from benchmarks.checkpoint.trainee import digest
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring import comm
 from shoestring.checkpoint import Tiered
+from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.data.loader import Loader
 from shoestring.parallel import DDP

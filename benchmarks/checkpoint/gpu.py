@@ -66,8 +66,9 @@ def training(model: nn.Module, features: Sequence[Feature]) -> Iterator[Training
     import torch
     from torch.optim import AdamW
 
+    from shoestring.core.compose import compose
     from shoestring.core.feature import Phase
-    from shoestring.core.job import Job, compose
+    from shoestring.core.job import Job
     from shoestring.precision import Autocast
 
     tokens = torch.randint(50_000, (MICRO_BATCHES, SEQUENCES, TOKENS), device="cuda")

@@ -24,7 +24,8 @@ from benchmarks.checkpoint.trainee import PATIENCE, fresh
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.checksum import CHUNK
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP

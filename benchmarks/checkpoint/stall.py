@@ -24,7 +24,8 @@ from benchmarks.checkpoint.trainee import fresh
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.staging import Copies
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 
 WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state

@@ -30,8 +30,9 @@ from shoestring.checkpoint import Tiered, attached
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.tiered import Engine
 from shoestring.comm import PowerSGD
+from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.trace import Kind, Trace
 from shoestring.core.world import World

@@ -20,7 +20,9 @@ from benchmarks.comm.methods import Method
 from benchmarks.comm.spec import Spec
 from shoestring import comm
 from shoestring.comm.wire import Wire
-from shoestring.core.job import Job, attach, call_model
+from shoestring.core.compose import attach
+from shoestring.core.job import Job
+from shoestring.core.task import call_model
 from shoestring.core.world import World
 from shoestring.models.gpt import GPT
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shoestring import optim, parallel
 from shoestring.checkpoint.state import pack, unpack
+from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.models.gpt import tiny

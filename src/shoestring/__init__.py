@@ -18,8 +18,9 @@ from shoestring.core.feature import AREAS
 if TYPE_CHECKING:
     from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision
     from shoestring.build import load_model
+    from shoestring.core.compose import attach, compose
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
-    from shoestring.core.job import Job, attach, compose
+    from shoestring.core.job import Job
     from shoestring.core.trace import span
     from shoestring.core.world import World
     from shoestring.joining import join
@@ -31,8 +32,8 @@ _HOME = {
     "Phase": "core.feature",
     "Seam": "core.feature",
     "Job": "core.job",
-    "attach": "core.job",
-    "compose": "core.job",
+    "attach": "core.compose",
+    "compose": "core.compose",
     "span": "core.trace",
     "World": "core.world",
     "join": "joining",

@@ -113,7 +113,7 @@ def _device(job: Job) -> str:
 
 def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter) -> Result:
     """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
-    done = 0 < job.progress.total <= job.progress.step
+    done = job.progress.done
     status = "stopped" if job.stopping and not done else "finished"
     job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
     held_out = evaluate(job, run, data) if status == "finished" else {}

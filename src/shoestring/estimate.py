@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from shoestring import build
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import check_owners, ordered
-from shoestring.core.job import Job, cross_entropy
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
+from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.run import Run
 

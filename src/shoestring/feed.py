@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from shoestring.build import resolve
 from shoestring.core.errors import DataError
-from shoestring.core.job import Batch
+from shoestring.core.task import Batch
 from shoestring.core.world import World
 from shoestring.data.corpus import Corpus, prepare
 from shoestring.run import Run

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from shoestring import build, ending, folder
+from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.job import Job, call_model, compose, cross_entropy
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
+from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 from shoestring.data.loader import Loader
@@ -115,7 +117,7 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
     job.model.train()
     batches, began = iter(loader), time.perf_counter()
     first = job.progress.step
-    while not job.stopping and not 0 < job.progress.total <= job.progress.step:
+    while not job.stopping and not job.progress.done:
         with span("data", "wait") as waiting:
             micro = [moved(batch, job.world.device) for batch in next(batches)]
         meter.waited += time.perf_counter() - waiting.began

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from shoestring import checkpoint
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import Attached
-from shoestring.core.job import attach
+from shoestring.core.compose import attach
 from shoestring.parallel import DDP
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from shoestring.checkpoint import Tiered
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import jobs

@@ -12,7 +12,8 @@ from shoestring.archive import Archive, users
 from shoestring.build import load_model
 from shoestring.checkpoint import Plain, files
 from shoestring.cli import main
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import jobs
 

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from shoestring import checkpoint
 from shoestring.checkpoint.attached import addresses
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import jobs
 

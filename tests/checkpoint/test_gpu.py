@@ -14,7 +14,8 @@ from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.part import Part, mapped
 from shoestring.checkpoint.slots import Slot, seals
 from shoestring.checkpoint.staging import Stager
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.testing import jobs

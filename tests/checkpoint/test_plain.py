@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from shoestring import checkpoint, optim
+from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.files import write_atomic
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 
 

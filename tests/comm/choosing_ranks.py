@@ -13,7 +13,8 @@ from shoestring import comm, parallel
 from shoestring.comm.choosing import rebucket
 from shoestring.comm.deciding import Choice
 from shoestring.comm.trial import Trial
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
 

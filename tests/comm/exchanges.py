@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring import parallel
 from shoestring.comm import attach
-from shoestring.core.job import Job, compose
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.testing import scenarios

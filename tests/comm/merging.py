@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
+from shoestring.core.compose import attach, compose
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.job import Job, attach, compose, cross_entropy
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
+from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import Encoded, features_of, here

@@ -18,8 +18,10 @@ import merging
 from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
 from shoestring.comm.local_state import averaged
+from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
-from shoestring.core.job import Job, compose, cross_entropy
+from shoestring.core.job import Job
+from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.optim import Clip
 from shoestring.parallel import DDP, FSDP

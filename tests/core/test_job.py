@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from shoestring import checkpoint, optim, parallel
+from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, ordered
-from shoestring.core.job import Job, attach, compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
@@ -57,7 +58,7 @@ def batch(value=1.0):
     return torch.full((2, 3), value), torch.tensor([0, 1])
 
 
-ORDER = ["CLIP", "GRAD", "WAIT", "PROJECT", "OUTER", "CAPTURE"]
+ORDER = ["FORWARD", "CLIP", "RATE", "GRAD", "WAIT", "PROJECT", "OUTER", "CAPTURE"]
 
 
 def test_resolve_check_and_apply_come_in_order_and_each_for_all_features():
@@ -241,6 +242,6 @@ def test_tokens_of_a_step_that_is_not_read_yet_are_in_what_is_kept():
     for step in range(1, 4):
         made.step(batch())
         assert made.progress.tokens == 2 * (step - 1)
-        assert kept(made) == Progress(step=step, tokens=2 * step)
+        assert kept(made) == Progress(step=step, position=step, tokens=2 * step)
     made.verify()
-    assert made.progress.tokens == 6 and kept(made) == Progress(step=3, tokens=6)
+    assert made.progress.tokens == 6 and kept(made) == Progress(step=3, position=3, tokens=6)

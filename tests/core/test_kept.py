@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
-from shoestring.core.job import Job, attach, compose
+from shoestring.core.compose import attach, compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 
 

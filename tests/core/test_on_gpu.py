@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD
 
+from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import jobs
 

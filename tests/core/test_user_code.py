@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring import optim, parallel
+from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job, attach, call_model, compose, cross_entropy
+from shoestring.core.job import Job
+from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
 from shoestring.feed import moved

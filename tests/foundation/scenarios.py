@@ -12,8 +12,10 @@ import toy
 
 from shoestring import comm, optim, parallel
 from shoestring.checkpoint.state import unpack
+from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError, ShoestringError
-from shoestring.core.job import Job, call_model, compose
+from shoestring.core.job import Job
+from shoestring.core.task import call_model
 from shoestring.core.world import World
 from shoestring.joining import gloo_threads, join
 from shoestring.run import parse

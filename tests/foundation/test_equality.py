@@ -8,7 +8,8 @@ import torch
 import toy
 
 from shoestring import memory, optim, parallel, precision
-from shoestring.core.job import Job, attach, compose
+from shoestring.core.compose import attach, compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 
 SETTINGS = (optim.AdamW(lr=3e-3), optim.Clip(max_norm=0.5), optim.Schedule(warmup=5))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from shoestring import optim
+from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from shoestring.core.compose import compose
 from shoestring.core.errors import PeerError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job, compose
+from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.meter import Meter
 from shoestring.report.folder import read

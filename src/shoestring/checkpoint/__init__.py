@@ -48,7 +48,7 @@ class Plain(Feature):
 
         saver = Saver(job, self)
         job.at(Phase.CAPTURE, saver.capture)
-        job.restore = saver.restore
+        job.restore_with(saver.restore)
 
     def explain(self, job: Job) -> str:
         return f"every {self.every} steps, at the end and on a signal" if self.every else "at the end and on a signal"

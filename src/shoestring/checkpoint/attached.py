@@ -41,7 +41,7 @@ def install(job: Job, settings: Tiered) -> None:
     job.keep("checkpoint", engine.schedule)
 
     def capture() -> None:
-        last = job.progress.step == job.progress.total or job.stopping
+        last = job.progress.done or job.stopping
         if last:
             job.world.agree(job.verify)
         loss = job.numbers.get("loss")
@@ -51,7 +51,7 @@ def install(job: Job, settings: Tiered) -> None:
     job.at(Phase.WAIT, engine.wait)
     job.at(Phase.CAPTURE, capture)
     job.exits.callback(close, engine)
-    job.restore = lambda where: resume(engine, where)
+    job.restore_with(lambda where: resume(engine, where))
 
 
 def close(engine: Engine) -> None:

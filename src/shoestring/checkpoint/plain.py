@@ -34,8 +34,8 @@ class Saver:
 
     def capture(self) -> None:
         """Work for Phase.CAPTURE: save where it is due."""
-        step, total = self.job.progress.step, self.job.progress.total
-        if (self.every and step % self.every == 0) or step == total or self.job.stopping:
+        progress = self.job.progress
+        if (self.every and progress.step % self.every == 0) or progress.done or self.job.stopping:
             self.job.world.agree(self.job.verify)
             self.save()
 

@@ -18,10 +18,10 @@ from shoestring.comm.coordinator import Coordinator
 from shoestring.comm.ddp import Arriving
 from shoestring.comm.route import Route
 from shoestring.core._torch import rebucket
+from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import HOSTS, LOCAL, Phase, Seam
 from shoestring.core.job import Job
-from shoestring.core.job import attach as attach_to_loop
 
 if TYPE_CHECKING:
     from shoestring.comm.per_step import Exchange
@@ -40,7 +40,7 @@ def install(job: Job, settings: Exchange) -> None:
         return
     routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
     ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
-    trained = {name: p for name, p in job.module.named_parameters() if p.requires_grad and name not in ignored}
+    trained = {name: tensor for name, tensor in job.trained.items() if name not in ignored}
     sizes = {name: _local(p).numel() * p.element_size() for name, p in trained.items()}
     coordinator = Coordinator(routes, settings.selecting(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
@@ -92,7 +92,7 @@ def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinat
     if (group := job.world.group(dimensions)) is not None:
         for tensor in [*job.model.parameters(), *job.model.buffers()]:
             dist.broadcast(_local(tensor.detach()), group=group, group_src=0)
-    job.replicas = tuple(each for each in (HOSTS, LOCAL) if each in job.replicas or each in dimensions)
+    job.exchange(dimensions)
     job.at(Phase.CLIP, lambda: coordinator.exchange(dict(_gradients(job.module))))
 
 

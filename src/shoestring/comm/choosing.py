@@ -25,8 +25,9 @@ from shoestring.comm.probing import settle
 from shoestring.comm.trial import Trial
 from shoestring.core._torch import rebucket
 from shoestring.core.feature import Phase
-from shoestring.core.job import Batch, Job, Output
+from shoestring.core.job import Job
 from shoestring.core.plan import Plan
+from shoestring.core.task import Batch, Output
 
 log = logging.getLogger("shoestring")
 

@@ -27,7 +27,7 @@ def install(job: Job, settings: LocalSteps) -> None:
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
     if job.world.ranks_over(settings.over) > 1:
-        job.refuse = outer.refuse
+        job.refuse_with(outer.refuse)
     keep(job, outer)
 
 

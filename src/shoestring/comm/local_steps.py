@@ -154,7 +154,7 @@ class Outer:
         step, settings = self.job.progress.step + 1, self.settings
         self.asked |= self.job.stopping
         landed = self._land([flight for flight in self.flights if flight.due <= step])
-        level = step == self.job.progress.total or step <= settings.start
+        level = self.job.progress.last or step <= settings.start
         due = [i for i, each in enumerate(self.fragments) if (step - each.phase) % settings.every == 0]
         if due and not level and not self.agreed:
             self._send(due, step, step + settings.delay)

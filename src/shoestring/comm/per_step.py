@@ -283,7 +283,7 @@ class DGC(Exchange):
 
         from torch.optim import SGD
 
-        job.optimizer = partial(SGD, lr=self.lr, weight_decay=self.weight_decay)
+        job.build_with(partial(SGD, lr=self.lr, weight_decay=self.weight_decay))
 
     def codec(self) -> Codec:
         from shoestring.comm.dgc import DGC

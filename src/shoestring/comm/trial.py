@@ -21,7 +21,8 @@ from shoestring.comm.deciding import BOTH, Evidence, Seen
 from shoestring.comm.probing import coded, collectives, hindrance, settle
 from shoestring.core.cluster import Collective
 from shoestring.core.feature import HOSTS, LOCAL
-from shoestring.core.job import Batch, Job, Output
+from shoestring.core.job import Job
+from shoestring.core.task import Batch, Output
 
 PIECES = 8  # runs of gradients on which codecs are timed
 LARGEST = 1 << 25  # bytes of the largest message
@@ -71,7 +72,8 @@ class Trial:
     def local_pass(self) -> None:
         """One forward and backward pass of this rank alone."""
         with self.job.sync(False):
-            total, count = self.job.loss(self.forward(self.job.model, self.batch), self.batch)
+            with self.job.computing():
+                total, count = self.job.loss(self.forward(self.job.model, self.batch), self.batch)
             self.mark("forward")
             (total / count).backward()
         for parameter in self.parameters.values():

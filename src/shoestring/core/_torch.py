@@ -5,12 +5,14 @@ Checked with torch 2.11 to 2.13. What the conformance suite alone looks at is in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -61,3 +63,41 @@ def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
 def has_bf16_units() -> bool:
     """Whether this CPU multiplies bf16 in hardware (AMX or AVX512-BF16)."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of torch.compile: (graph, example inputs) -> callable."""
+    if not isinstance(backend, str):
+        return backend
+    from torch._dynamo.backends.registry import lookup_backend  # takes seconds, which programs in eager mode save
+
+    return lookup_backend(backend)
+
+
+def compile_joint(
+    backend: str | Callable[..., Any],
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    work: Callable[[fx.GraphModule], fx.GraphModule],
+) -> Callable[..., Any]:
+    """Compile `graph` with `backend` ("inductor" or "aot_eager"), after `work` on the joint graph of its forward and
+    backward pass."""
+    if backend == "inductor":
+        from torch._inductor import config
+
+        def on_graph(joint: fx.Graph) -> None:
+            module = joint.owning_module
+            assert module is not None
+            if work(module) is not module:
+                raise ValueError("under inductor a pass on the joint graph must change it in place")
+
+        with config.patch(joint_custom_pre_pass=on_graph):
+            return lookup_backend(backend)(graph, inputs)
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        return min_cut_rematerialization_partition(work(joint), joint_inputs, **options)
+
+    return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)(graph, inputs)

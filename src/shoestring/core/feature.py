@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from shoestring.core.errors import ConflictError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
 
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
@@ -43,14 +45,16 @@ class Seam(IntEnum):
 
 
 class Phase(IntEnum):
-    """The order inside one optimizer step; the step itself lies between WAIT and PROJECT."""
+    """The order inside one optimizer step; torch's own step lies between WAIT and PROJECT."""
 
-    CLIP = 0  # bound the gradients
-    GRAD = 1  # change the gradients, or what the step will use with them
-    WAIT = 2  # wait for copies of what the step overwrites
-    PROJECT = 3  # put the weights back where they must lie
-    OUTER = 4  # an outer optimizer over the weights
-    CAPTURE = 5  # read the state at the step's one consistent boundary
+    FORWARD = 0  # before the first forward pass: what it needs to be there (gathered weights, fresh masks)
+    CLIP = 1  # average and bound the gradients
+    RATE = 2  # set the learning rates
+    GRAD = 3  # change the gradients, or what the step uses with them
+    WAIT = 4  # wait for copies of what the step overwrites
+    PROJECT = 5  # put the weights back where they must lie
+    OUTER = 6  # an outer optimizer over the weights
+    CAPTURE = 7  # read the state at the step's one consistent boundary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,8 @@ class Feature(ABC):
     """The setting that is bit-identical to absence, where one exists."""
     engine: ClassVar[Literal["", "ddp", "fsdp"]] = ""
     """At SHARD: which of torch's engines the model runs under, for features at WIRE that hook into it."""
+    adds_parameters: ClassVar[bool] = False
+    """At MODEL: whether the model gets parameters that it did not have (LoRA); all others keep their names."""
 
     @property
     def name(self) -> str:
@@ -122,6 +128,18 @@ class Feature(ABC):
     @abstractmethod
     def apply(self, job: Job, seam: Seam) -> None:
         """Attach at one of `seams`. What must be released goes on `job.exits`."""
+
+    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The weights that leave the run, from those that were trained: what the model computes with.
+
+        For features at MODEL whose module computes with something else than its parameters (a sparse weight, merged
+        adapters). Called on one rank with whole tensors on the host, also long after the run, from a checkpoint.
+
+        Args:
+            weights: parameters and buffers by name, as the features before this one leave them.
+            kept: the states of `Job.keep` by name, for masks and the like.
+        """
+        return weights
 
     def explain(self, job: Job) -> str:
         """What was chosen and why, in one line; said at the start of a run and in the report."""

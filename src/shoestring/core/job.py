@@ -1,14 +1,13 @@
-"""What runs: a model, its loss, its optimizer, and what must survive; and how features attach to them."""
+"""What runs: a model, its loss, its optimizer, and what must survive; and what features may take of it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,26 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shoestring.core._torch import foreach_mul_
-from shoestring.core.adapters import (
-    Batch,
-    Output,
-    Params,
-    call_model,
-    cross_entropy,
-    following,
-    sum_and_count,
-)
-from shoestring.core.errors import ConfigError, NonFiniteError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam, check_owners, ordered
+from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam
+from shoestring.core.graph import Graph, GraphPass
 from shoestring.core.kept import ModelState, OptimizerState, Progress, RandomState
+from shoestring.core.step import Step
+from shoestring.core.task import Batch, Forward, Loss, Params, call_model, cross_entropy, sum_and_count
 from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 
-Forward = Callable[[nn.Module, Batch], Output]
-Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
+T = TypeVar("T")
 Across = Literal["same", "shard", "own"]
 Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Job:
         model: on the job's device; wrapped by the SHARD seam, while `module` stays the user's own.
         forward: (model, batch) -> output; apart from `loss`, so that a teacher's loss needs no second forward pass.
         loss: (output, batch) -> (sum, count), both 0-d tensors. Their totals over micro-batches and ranks are divided
-            once, so unequal counts stay exact.
+            once, so unequal counts stay exact. Features at LOSS wrap it; evaluation uses the one given here.
         optimizer: parameters -> torch.optim.Optimizer, called after SHARD has settled the parameters; or an optimizer
             over the model's parameters, which is then given those.
     """
@@ -72,30 +64,38 @@ class Job:
 
     def __post_init__(self) -> None:
         self.module = self.model
-        if isinstance(self.optimizer, Optimizer):
-            self.optimizer = following(self.optimizer, self.model)
+        self.task_loss = self.loss
         self.features: tuple[Feature, ...] = ()
         self.exits = ExitStack()
-        self.backend: str | Callable[..., Any] | None = None  # torch.compile's; None runs eagerly
-        self.replicas: tuple[str, ...] = ()  # mesh dimensions over which SHARD averages the gradients of each step
-        self.sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()  # around a micro-batch
+        self.graph = Graph()
+        self.replicas: tuple[str, ...] = ()  # mesh axes over which the gradients of each step are averaged
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=False)
         self.kept: dict[str, Kept] = {}
         self.numbers: dict[str, float | Tensor] = {}  # the loss, and what features publish; for sinks
         self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
-        self.refuse: Callable[[NonFiniteError], None] = _raise  # replicas that train alone end together
+        self.refuse: Callable[[NonFiniteError], None] = _raise
         self.stopping = False
-        self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
-        self._stop_asked = self._silent = False
+        self.owners: dict[str, str] = {}  # what has one owner -> the feature that took it
+        self.attaching: tuple[str, Seam | None] = ("the program", None)  # whose `apply` runs, and at which seam
+        self._step = Step(self)
+        self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
+        self._around_forward: list[Context] = []
+        self._around_evaluation: list[Context] = []
+        self._trained: Mapping[str, Tensor] | None = None
+        self._refresh: Callable[[], None] | None = None
+        self._carried: dict[int, Any] = {}
         self.defers = self.world.device.type != "cpu"  # reading a step's numbers would wait: it is done one step late
         if isinstance(self.model, DistributedDataParallel):
-            self.module, self.replicas, self.sync = self.model.module, (HOSTS, LOCAL), no_sync(self.model)
+            self.module, self.replicas = self.model.module, (HOSTS, LOCAL)
+            self._around_step.append(no_sync(self.model))
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer = _following(self.optimizer, self)
 
-    # -- what features use -------------------------------------------------------------------------------------------
+    # -- what features use: any number of them -----------------------------------------------------------------------
 
     def at(self, phase: Phase, work: Callable[[], None]) -> None:
         """Do `work` in this phase of every optimizer step; work of one phase keeps the order of the calls."""
-        self._phases[phase].append(work)
+        self._step.at(phase, work)
 
     def keep(self, name: str, state: Stateful, *, across: Across = "same", merge: Merge | None = None) -> None:
         """Say what must survive a restart.
@@ -116,6 +116,137 @@ class Job:
         undo = partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
         self.exits.callback(undo)
 
+    def carry(self, feature: Feature, build: Callable[[], T]) -> T:
+        """What `build` returned when this feature called first: state for its `apply` at the next seams."""
+        if id(feature) not in self._carried:
+            self._carried[id(feature)] = build()
+        return self._carried[id(feature)]
+
+    def surround(self, context: Context) -> None:
+        """Enter `context()` around the forward pass and loss together (autocast), in training and in evaluation."""
+        self._around_forward.append(context)
+
+    def surround_evaluation(self, context: Context) -> None:
+        """Enter `context()` around each evaluation, for weights of its own (a moving average)."""
+        self._around_evaluation.append(context)
+
+    def add_pass(self, work: GraphPass, *, on: Literal["forward", "joint"] = "forward") -> None:
+        """Run a pass over the traced graph before it is compiled; passes of one kind keep the order of the calls.
+
+        Args:
+            on: "forward" sees the forward graph as torch.compile captures it; "joint" sees the forward and backward
+                pass in one graph of ATen operators, before it is partitioned.
+        """
+        self._at_seam("graph passes", Seam.GRAPH)
+        (self.graph.joint if on == "joint" else self.graph.forward).append(work)
+
+    # -- what features use: one owner each ---------------------------------------------------------------------------
+
+    def own(self, what: str, seam: Seam) -> None:
+        """Note the feature that is being attached as the one owner of `what`, which belongs to `seam`.
+
+        Raises:
+            ConflictError: another feature owns it. ConfigError: the feature is not being attached at that seam.
+        """
+        owner = self._at_seam(what, seam)
+        if what in self.owners:
+            raise ConflictError(
+                f"`{self.owners[what]}` and `{owner}` both own {what}",
+                hint=f"remove the table [{self.owners[what]}] or [{owner}]",
+            )
+        self.owners[what] = owner
+
+    def _at_seam(self, what: str, seam: Seam) -> str:
+        owner, at = self.attaching
+        if at is not None and at is not seam:
+            raise ConfigError(f"`{owner}` takes {what} at {at.name}, but {what} belongs to {seam.name}")
+        return owner
+
+    def shard(
+        self,
+        model: nn.Module | None = None,
+        *,
+        over: Sequence[str],
+        sync: Callable[[bool], AbstractContextManager[Any]] | None = None,
+        trained: Mapping[str, Tensor] | None = None,
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
+        """Set what an owner of SHARD settles: how the model is spread over mesh axes, and what the optimizer steps.
+
+        The owner promises that after the backward pass of the last micro-batch each trained tensor's `.grad` is the
+        mean over the ranks along `over`, for the part of it that this rank holds; that a trained tensor is a DTensor
+        exactly where ranks hold different parts of one tensor, and its gradient and optimizer state with it; and that
+        once the optimizer has stepped, the next forward pass uses what it wrote.
+
+        Args:
+            model: what is called in place of `model`, if that is another module (DDP).
+            over: the mesh axes over which it averages gradients.
+            sync: (last micro-batch?) -> context around each micro-batch, to exchange gradients in the last one only.
+            trained: name of a parameter -> the tensor that the optimizer steps in its place (a shard, an fp32 master,
+                a copy on the host), with as many elements; parameters that are not named are not trained by this rank.
+                By default the parameters themselves.
+            refresh: writes `trained` back into the parameters; called after a state was loaded.
+        """
+        for axis in over:
+            self.own(f"SHARD over {axis}", Seam.SHARD)
+        self.average_over(over)
+        self.model = self.model if model is None else model
+        if sync is not None:
+            self._around_step.append(sync)
+        if trained is not None:
+            self.own("what the optimizer steps", Seam.SHARD)
+            self._check_trained(trained)
+            self._trained, self._refresh = dict(trained), refresh
+
+    def _check_trained(self, trained: Mapping[str, Tensor]) -> None:
+        owner, parameters = self.attaching[0], dict(self.module.named_parameters())
+        for name, tensor in trained.items():
+            if name not in parameters:
+                raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
+            if tensor.numel() != parameters[name].numel():
+                raise ConfigError(
+                    f"`{owner}` gives the optimizer {tensor.numel()} elements for `{name}`, which has "
+                    f"{parameters[name].numel()}",
+                    hint="a part of a tensor must be a DTensor, which knows the whole one",
+                )
+
+    def average_over(self, axes: Sequence[str]) -> None:
+        """Count these mesh axes among those over which the gradients of each step are averaged."""
+        self.replicas = tuple(axis for axis in (HOSTS, LOCAL) if axis in self.replicas or axis in axes)
+
+    def exchange(self, over: Sequence[str]) -> None:
+        """Take the averaging of gradients over mesh axes where no owner of SHARD does it."""
+        for axis in over:
+            self.own(f"WIRE over {axis}", Seam.WIRE)
+        self.average_over(over)
+
+    def compile_with(self, backend: str | Callable[..., Any]) -> None:
+        """Compile the model with torch.compile and this backend, around which the passes of the graph compose."""
+        self.own("the compiler's backend", Seam.GRAPH)
+        self.graph.backend = backend
+
+    def build_with(self, optimizer: Callable[[Params], Optimizer]) -> None:
+        """Build the optimizer with this factory."""
+        self.own("OPTIM", Seam.OPTIM)
+        self.optimizer = optimizer
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """Scale the loss before the backward pass and the gradients back before the step, for fp16."""
+        self.own("the loss scale", Seam.MODEL)
+        self.scaler = scaler
+
+    def restore_with(self, restore: Callable[[str], int | None]) -> None:
+        """Let `restore` bring back what is kept: "auto" or a path -> the step resumed from, None if it starts."""
+        self.own("restoring", Seam.STEP)
+        self.restore = restore
+
+    def refuse_with(self, refuse: Callable[[NonFiniteError], None]) -> None:
+        """Let `refuse` answer a loss that is not finite, for replicas that train alone and must end together."""
+        self.own("the answer to a loss that is not finite", Seam.STEP)
+        self.refuse = refuse
+
+    # -- what is trained ---------------------------------------------------------------------------------------------
+
     @property
     def engine(self) -> str:
         """Torch's engine that the model runs or will run under: "ddp", "fsdp" or "" for none."""
@@ -124,14 +255,21 @@ class Job:
         return next((feature.engine for feature in self.features if feature.engine), "")
 
     @property
-    def parameters(self) -> Params:
-        """What is trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+    def trained(self) -> Mapping[str, Tensor]:
+        """Name of a parameter -> the tensor that the optimizer steps for it, and whose `.grad` holds its gradient."""
+        if self._trained is not None:
+            return self._trained
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What the optimizer steps."""
+        return list(self.trained.values())
 
     @property
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient there is, for foreach operations in place."""
-        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
     # -- what loops use ----------------------------------------------------------------------------------------------
@@ -146,44 +284,48 @@ class Job:
             NonFiniteError: the loss is NaN or infinite, on all ranks at the same step. On a CPU the weights are still
                 those of the step before; on an accelerator, where reading a loss would stall, one step more was done.
         """
-        self.trace.step = self.progress.step
-        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)  # loss, count, votes to stop
-        sums[2] = float(self._stop_asked)
-        work = None
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with self.sync(last):
-                with span("forward", "compute"):
-                    total, count = sum_and_count(self.loss(self.forward(self.model, batch), batch))
-                sums[:2] += torch.stack([total.detach().double(), count.double()])
-                work = self._add_up(sums) if last else None
-                with span("backward", "compute"):
-                    self.scaler.scale(total / self._divisor(count, len(batches))).backward()
-        if work is not None:
-            with span("loss", "wire", sums.nbytes):
-                work.wait()
-        self._settle(sums)
-        loss = self.numbers["loss"] = (sums[0] / sums[1]).float()
-        self._apply(sums)
-        return loss
+        return self._step(batches)
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """Surrounds a micro-batch: gradients are exchanged in the `last` one only."""
+        with ExitStack() as stack:
+            for context in self._around_step:
+                stack.enter_context(context(last))
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Surrounds a forward pass and its loss, as `surround` said."""
+        with ExitStack() as stack:
+            for context in self._around_forward:
+                stack.enter_context(context())
+            yield
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """(sum, count) of the loss over the batches of all ranks; every rank must bring equally many."""
+        """(sum, count) of the task's own loss over the batches of all ranks, which must bring equally many."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         training = self.model.training
         self.model.eval()
-        with torch.no_grad(), span("evaluate", "compute"):
+        with torch.no_grad(), span("evaluate", "compute"), ExitStack() as stack:
+            for context in self._around_evaluation:
+                stack.enter_context(context())
             for batch in batches:
-                total, count = sum_and_count(self.loss(self.forward(self.model, batch), batch))
+                with self.computing():
+                    total, count = sum_and_count(self.task_loss(self.forward(self.model, batch), batch))
                 sums += torch.stack([total.double(), count.double()])
         self.model.train(training)
         if self.world.size > 1:
             dist.all_reduce(sums)
         return float(sums[0]), int(sums[1])
 
+    def verify(self) -> None:
+        """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
+        self._step.verify()
+
     def stop(self) -> None:
         """Ask for the end; `stopping` turns true on all ranks after the same step. Safe in a signal handler."""
-        self._stop_asked = True
+        self._step.stop_requested = True
 
     def close(self) -> None:
         """Release what features took, newest first."""
@@ -195,98 +337,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # -- the step's parts --------------------------------------------------------------------------------------------
-
-    def _add_up(self, sums: Tensor) -> dist.Work | None:
-        """Start adding loss, count and votes over the ranks; it travels while the backward pass computes."""
-        group = self.world.group(self.replicas)
-        return dist.all_reduce(sums, group=group, async_op=True) if group is not None else None
-
-    def _divisor(self, count: Tensor, batches: int) -> Tensor | float:
-        """What a micro-batch's loss is divided by before the backward pass.
-
-        The true divisor, the count over all micro-batches and ranks, is known only after the backward pass has begun.
-        One process with one micro-batch knows it; others take the previous step's, which all ranks agree on, and
-        `_apply` corrects the gradients where the counts turn out to differ. SHARD averages over `ranks`, hence its
-        part in the divisor.
-        """
-        ranks = self.world.ranks_over(self.replicas)
-        if ranks == batches == 1:
-            self.progress.count = 0.0
-            return count
-        if not self.progress.count:
-            counts = count.double() * batches
-            if group := self.world.group(self.replicas):
-                dist.all_reduce(counts, group=group)
-            self.progress.count = max(float(counts), 1.0)
-        return self.progress.count / ranks
-
-    def _settle(self, sums: Tensor) -> None:
-        """Read the sums where that is free: at once on a CPU, one step late on an accelerator."""
-        ready, self.progress.unread = (self.progress.unread, sums.clone()) if self.defers else (sums, None)
-        if ready is None:
-            return
-        loss, count, votes = ready.tolist()
-        if not (math.isfinite(loss) and count):
-            self.built_optimizer.zero_grad(set_to_none=True)
-            at = f"at step {self.progress.step + 1 - (ready is not sums)}"
-            said = f"the loss became {loss} {at}"
-            hint = "the last save is good; resume with a lower learning rate or with [optim.clip]"
-            if not count:
-                said, hint = f"there is no loss {at}: none of its targets count", ""
-            self.refuse(NonFiniteError(said, hint=hint))
-            return
-        self.progress.tokens += int(count)
-        self.stopping = votes > 0
-
-    def verify(self) -> None:
-        """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
-        loss, count, _ = (0.0, 0.0, 0.0) if self.progress.unread is None else self.progress.unread.tolist()
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss became {loss} at step {self.progress.step}")
-        self.progress.tokens, self.progress.unread = self.progress.tokens + int(count), None
-
-    def _apply(self, sums: Tensor) -> None:
-        self.scaler.unscale_(self.built_optimizer)
-        if self.progress.count and self.gradients:  # there are none after a refused loss
-            self._correct(sums[1])
-        with span("optimizer", "compute"):
-            self.scaler.step(self.built_optimizer)
-            self.scaler.update()
-            self.built_optimizer.zero_grad(set_to_none=True)
-
-    def _correct(self, count: Tensor) -> None:
-        """Turn gradients divided by the expected count into gradients divided by the true one."""
-        ratio = self.progress.count / count
-        if count.device.type != "cpu":  # comparing would wait for the device
-            foreach_mul_(self.gradients, ratio.float())
-        elif float(ratio) != 1.0:
-            foreach_mul_(self.gradients, float(ratio))
-            self.progress.count = float(count)
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
-
-    def _before(self, *_: object) -> None:
-        if not self._silent:
-            self._do(Phase.CLIP, Phase.GRAD, Phase.WAIT)
-
-    def _after(self, *_: object) -> None:
-        if not self._silent:
-            self._do(Phase.PROJECT, Phase.OUTER)
-            self.progress.step += 1
-            self._do(Phase.CAPTURE)
-            self.trace.step = self.progress.step
-
-    def _do(self, *phases: Phase) -> None:
-        for phase in phases:
-            for work in self._phases[phase]:
-                work()
+    # -- once everything is attached ---------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Build the optimizer and hang the phases around its step, so that foreign loops run them as well."""
@@ -297,16 +348,31 @@ class Job:
                 f"`optimizer` returned a {type(self.built_optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="give a function from parameters to an optimizer, or the optimizer itself",
             )
-        self.exits.callback(self.built_optimizer.register_step_pre_hook(self._before).remove)
-        self.exits.callback(self.built_optimizer.register_step_post_hook(self._after).remove)
-        self.trace.parameters = sum(parameter.numel() for parameter in self.parameters)
-        self.trace.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        self.exits.callback(self.built_optimizer.register_step_pre_hook(self._step.before_update).remove)
+        self.exits.callback(self.built_optimizer.register_step_post_hook(self._step.after_update).remove)
+        self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
+        self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
         self.trace.ranks = self.world.size
         self.keep("model", ModelState(self.model), across="shard")
-        self.keep("optimizer", OptimizerState(self.model, self.built_optimizer, self._silently), across="shard")
+        self.keep("optimizer", OptimizerState(self.model, self.built_optimizer, self._step.hooks_off), across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")
+
+    def hook_forward(self) -> None:
+        """Run Phase.FORWARD where a foreign loop calls the model: before the first forward pass of each step."""
+        if not self._step.has_work(Phase.FORWARD):
+            return
+        done = -1
+
+        def before(module: nn.Module, _: object) -> None:
+            nonlocal done
+            if module.training and done != self.progress.step:
+                done = self.progress.step
+                self._step.run(Phase.FORWARD)
+
+        hook: Any = torch.compiler.disable(before)
+        self.exits.callback(self.model.register_forward_pre_hook(hook).remove)
 
 
 def _raise(error: Exception) -> None:
@@ -314,83 +380,21 @@ def _raise(error: Exception) -> None:
 
 
 def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
-    """`Job.sync` for DDP: exchange gradients in the last micro-batch only."""
+    """For `Job.shard` with DDP: exchange gradients in the last micro-batch only."""
     return lambda last: nullcontext() if last else model.no_sync()
 
 
-def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
-    """Attach features to a job: resolve, refuse conflicts, check, then apply seam by seam.
+def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
+    """A factory that returns `optimizer` over what is trained then: `fully_shard` puts others in its place."""
+    # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
+    inner = getattr(optimizer, "optimizer", None)
+    optimizer = inner if isinstance(inner, Optimizer) else optimizer
+    names = {parameter: name for name, parameter in job.module.named_parameters()}
 
-    Nothing is changed or allocated before every check has passed; if an `apply` fails, what was taken is released.
+    def followed(_: Params) -> Optimizer:
+        now = {**dict(job.module.named_parameters()), **job.trained}
+        for group in optimizer.param_groups:
+            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
+        return optimizer
 
-    Raises:
-        ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
-    """
-    _check_features(features)
-    features = tuple(feature.resolve(job.world) for feature in features)
-    check_owners(features)
-    _check_replicas(job, features)
-    job.features = features
-    if not job.parameters:
-        raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
-    for feature in features:
-        feature.check(job)
-    try:
-        _apply_all(job)
-    except BaseException:
-        job.close()
-        raise
-    return job
-
-
-def _check_features(features: Sequence[object]) -> None:
-    for feature in features:
-        if isinstance(feature, type):
-            raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
-        if not isinstance(feature, Feature):
-            raise ConfigError(f"{feature!r} is no feature", hint="give objects such as `optim.Clip()`")
-
-
-def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
-    """Every mesh dimension with several ranks needs someone who keeps their models equal, or merges them."""
-    keeping = [feature.over for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams)]
-    owned = set(job.replicas).union(*keeping)
-    for dimension in (HOSTS, LOCAL):
-        if job.world.ranks_over([dimension]) > 1 and dimension not in owned:
-            raise ConfigError(
-                f"{job.world.ranks_over([dimension])} ranks over {dimension}, but nothing keeps their models equal",
-                hint="add parallel.DDP()",
-            )
-
-
-def _apply_all(job: Job) -> None:
-    pairs = ordered(job.features)
-    for seam in Seam:
-        for of, feature in pairs:
-            if of is seam:
-                feature.apply(job, seam)
-        if seam is Seam.GRAPH and job.backend is not None:
-            job.module.compile(backend=job.backend)
-            job.exits.callback(setattr, job.module, "_compiled_call_impl", None)
-        if seam is Seam.OPTIM:
-            job.build()
-
-
-def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
-    """Attach features to a program with a loop of its own: its `model` and `optimizer`, as they are.
-
-    The features run in hooks of the two, so the loop stays as it is. A feature that wraps the model (DDP) gives the
-    wrapped one as `attach(…).model`, and one that builds an optimizer (AdamW) gives it as `.built_optimizer`.
-
-    Raises:
-        ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
-    """
-    _check_features(features)
-    for feature in features:
-        if Seam.LOSS in feature.seams:
-            raise ConfigError(
-                f"`{feature.name}` changes the loss, which this loop computes itself",
-                hint="compose a Job and call its `step`, or its `loss`",
-            )
-
-    return compose(Job(model, optimizer=optimizer), features)
+    return followed

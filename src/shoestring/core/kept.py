@@ -23,14 +23,32 @@ Silence = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Progress:
-    """How far the run is. Schedules are functions of it."""
+    """How far the run is. Schedules are functions of its position."""
 
     step: int = 0  # optimizer steps done
-    total: int = 0  # optimizer steps to do; 0 where that is open
+    total: int = 0  # steps, as `position` counts them, to do; 0 where that is open
     tokens: int = 0  # targets seen, over all ranks
-    count: float = 0.0  # the divisor of the last step's loss; see Job._divisor
+    count: float = 0.0  # the divisor of the last step's loss; see step.py
+    position: float = 0.0  # steps that those done are worth: where schedules are
+    gain: float = 1.0  # steps that the next one is worth (AdaScale, Johnson et al. 2020, sets it before each)
+
     unread: torch.Tensor | None = None
     """On an accelerator, (loss, count, votes to stop) of the newest step: reading them now would wait for it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was to do is done."""
+        return 0 < self.total <= self.position
+
+    @property
+    def last(self) -> bool:
+        """Whether the next step is the last."""
+        return 0 < self.total <= self.position + self.gain
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.step += 1
+        self.position += self.gain
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers; what is not read yet is saved as the tensor that it is, so that no save waits for it."""
@@ -38,7 +56,7 @@ class Progress:
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = dict(state_dict)
+        state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # earlier versions kept neither
         targets = int(state.pop("unread", 0))  # of the newest step
         vars(self).update(state, unread=None)
         self.tokens += targets

@@ -23,8 +23,7 @@ class Compile(Feature):
     seams: ClassVar = (Seam.GRAPH,)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        # A pass that another feature has put there already wraps its own backend.
-        job.backend = job.backend or self.backend
+        job.compile_with(self.backend)
 
     def explain(self, job: Job) -> str:
         return f"by {self.backend}; the first steps compile"

@@ -39,7 +39,7 @@ class AdamW(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.optim.standard import adamw
 
-        job.optimizer = adamw(self)
+        job.build_with(adamw(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class SGD(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.optim.standard import sgd
 
-        job.optimizer = sgd(self)
+        job.build_with(sgd(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class Schedule(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.optim.schedule import follow
 
-        job.at(Phase.GRAD, follow(job, self))
+        job.at(Phase.RATE, follow(job, self))
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         """What the learning rate of step `step` (from 0) of `total` is multiplied by; a total of 0 is not known yet."""
         if step < self.warmup:
             return (step + 1) / self.warmup

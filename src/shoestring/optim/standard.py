@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoestring import optim
-from shoestring.core.job import Params
+from shoestring.core.task import Params
 
 
 def groups(parameters: Params, weight_decay: float) -> list[dict[str, Any]]:

@@ -22,16 +22,15 @@ def replicate(job: Job, settings: parallel.DDP) -> None:
         find_unused_parameters=settings.find_unused,
         gradient_as_bucket_view=True,
     )
-    job.model, job.replicas, job.sync = model, settings.over, no_sync(model)
+    job.shard(model, over=settings.over, sync=no_sync(model))
     if not settings.find_unused:
         job.at(Phase.CLIP, lambda: _check_used(job))
 
 
 def _check_used(job: Job) -> None:
     """Refuse a step in which a parameter got no gradient: DDP did not average the bucket that it lies in."""
-    trained = [(name, each) for name, each in job.module.named_parameters() if each.requires_grad]
-    unused = [name for name, each in trained if each.grad is None]
-    if unused and len(unused) < len(trained):  # of a step that was refused, none is left
+    unused = [name for name, parameter in job.trained.items() if parameter.grad is None]
+    if unused and len(unused) < len(job.trained):  # of a step that was refused, none is left
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ConfigError(
             f"`{unused[0]}`{more} got no gradient in step {job.progress.step + 1}, and DDP waits for them",

@@ -22,7 +22,7 @@ def shard(job: Job, settings: parallel.FSDP) -> None:
     for module in (*repeated(job.model), job.model):
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward)
     assert isinstance(job.model, FSDPModule)
-    job.replicas, job.sync = settings.over, _sync(job.model)
+    job.shard(over=settings.over, sync=_sync(job.model))
     job.trace.facts["shards"] = mesh.size(-1)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from shoestring.core._torch import has_bf16_units, tree_map_only
-from shoestring.core.job import Batch, Job, Output
+from shoestring.core.job import Job
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,25 +27,21 @@ def choose(device: torch.device) -> tuple[Dtype, str]:
 
 
 def cast(job: Job, dtype: str) -> None:
-    """Patch the model's forward pass and wrap `job.loss`; with fp16, turn the job's scaler on.
+    """Cast inside the model's forward pass and around pass and loss together; with fp16, scale the loss.
 
     The model's output is fp32 again, so that the loss of a foreign loop, which lies outside, is computed in that.
     """
     if dtype == "fp32":
         return
     device, to = job.world.device.type, _TORCH[dtype]
-    forward, loss = job.module.forward, job.loss
+    forward = job.module.forward
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, dtype=to):
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype == to else each, output)
 
-    def cast_loss(output: Output, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(device, dtype=to):
-            return loss(output, batch)
-
-    job.patch(job.module, cast_forward)
-    job.loss = cast_loss
+    job.patch(job.module, cast_forward)  # for a foreign loop, which calls the model itself
+    job.surround(partial(torch.autocast, device, dtype=to))
     if dtype == "fp16":
-        job.scaler = torch.amp.GradScaler(device)
+        job.scale_with(torch.amp.GradScaler(device))

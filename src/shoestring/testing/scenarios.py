@@ -28,9 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoestring.checkpoint.state import pack, unpack
+from shoestring.core.compose import attach, compose
 from shoestring.core.feature import Feature, Seam
-from shoestring.core.job import Job, attach, call_model, compose, cross_entropy
+from shoestring.core.job import Job
 from shoestring.core.kept import ModelState, Progress
+from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.settings import structure
 from shoestring.testing import jobs

@@ -1,4 +1,7 @@
-"""What users give a job: batches, losses and optimizers in their usual forms; others are refused in one line."""
+"""What is learned: how a model is called on a batch, and the loss of what it returns, in the forms that users bring.
+
+Other forms are refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from shoestring.core.errors import ConfigError
 
 Batch = Any  # what the loader yields: a mapping or tuple of tensors
 Output = Any  # what the model returns: a tensor, or an object with `.logits`
 Params = list[nn.Parameter]
+Forward = Callable[[nn.Module, Batch], Output]
+Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 
 IGNORED = -100
 """Target that no loss counts; torch's `ignore_index`."""
@@ -121,20 +125,3 @@ def _check_takes(model: nn.Module, name: str) -> None:
             f"`{type(inner).__name__}` takes no `{name}`, which the batch has",
             hint="remove it from the batch: a causal model does not see padding on the right; its labels are -100",
         )
-
-
-def following(optimizer: Optimizer, model: nn.Module) -> Callable[[Params], Optimizer]:
-    """A factory that returns `optimizer` over the model's parameters as they are then: `fully_shard` replaces them."""
-    # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
-    inner = getattr(optimizer, "optimizer", None)
-    optimizer = inner if isinstance(inner, Optimizer) else optimizer
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    names = {parameter: name for name, parameter in module.named_parameters()}
-
-    def followed(_: Params) -> Optimizer:
-        now = dict(module.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
-        return optimizer
-
-    return followed

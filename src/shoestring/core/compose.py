@@ -1,0 +1,101 @@
+"""How features attach to a job, and to a program with a loop of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam, check_owners, ordered
+from shoestring.core.job import Job
+
+
+def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
+    """Attach features to a job: resolve, refuse conflicts, check, then apply seam by seam.
+
+    Nothing is changed or allocated before every check has passed; if an `apply` fails, what was taken is released.
+
+    Raises:
+        ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
+    """
+    _check_features(features)
+    features = tuple(feature.resolve(job.world) for feature in features)
+    check_owners(features)
+    _check_replicas(job, features)
+    job.features = features
+    if not job.parameters:
+        raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
+    for feature in features:
+        feature.check(job)
+    try:
+        _apply_all(job)
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+def _check_features(features: Sequence[object]) -> None:
+    for feature in features:
+        if isinstance(feature, type):
+            raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
+        if not isinstance(feature, Feature):
+            raise ConfigError(f"{feature!r} is no feature", hint="give objects such as `optim.Clip()`")
+
+
+def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
+    """Every mesh dimension with several ranks needs someone who keeps their models equal, or merges them."""
+    keeping = [feature.over for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams)]
+    owned = set(job.replicas).union(*keeping)
+    for dimension in (HOSTS, LOCAL):
+        if job.world.ranks_over([dimension]) > 1 and dimension not in owned:
+            raise ConfigError(
+                f"{job.world.ranks_over([dimension])} ranks over {dimension}, but nothing keeps their models equal",
+                hint="add parallel.DDP()",
+            )
+
+
+def _apply_all(job: Job) -> None:
+    """The order of application, and why it is so.
+
+    MODEL first, because all others see what the model computes then. GRAPH next: its passes are collected, and the
+    model is compiled below DDP's and FSDP2's hooks, which would break the graph. LOSS and SHARD follow; OPTIM comes
+    after SHARD, which settles what is stepped; STEP last, when there is an optimizer to hang its phases on.
+    """
+    pairs = ordered(job.features)
+    for seam in Seam:
+        for of, feature in pairs:
+            if of is seam:
+                job.attaching = feature.name, seam
+                feature.apply(job, seam)
+        job.attaching = "the program", None
+        if seam is Seam.GRAPH and (compiler := job.graph.compiler()):
+            job.module.compile(backend=compiler)
+            job.exits.callback(setattr, job.module, "_compiled_call_impl", None)
+        if seam is Seam.OPTIM:
+            job.build()
+
+
+def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
+    """Attach features to a program with a loop of its own: its `model` and `optimizer`, as they are.
+
+    The features run in hooks of the two, so the loop stays as it is. A feature that wraps the model (DDP) gives the
+    wrapped one as `attach(…).model`, and one that builds an optimizer (AdamW) gives it as `.built_optimizer`.
+
+    Raises:
+        ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
+    """
+    _check_features(features)
+    for feature in features:
+        if Seam.LOSS in feature.seams:
+            raise ConfigError(
+                f"`{feature.name}` changes the loss, which this loop computes itself",
+                hint="compose a Job and call its `step`, or its `loss`",
+            )
+
+    job = Job(model, optimizer=optimizer)
+    compose(job, features)
+    job.hook_forward()
+    return job

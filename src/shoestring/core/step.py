@@ -1,0 +1,169 @@
+"""One optimizer step of a job: micro-batches, their exact mean over ranks, and the phases around torch's own step.
+
+Losses come as (sum, count) and are divided once. The true divisor, the count over all micro-batches and ranks, is
+known only after the backward pass has begun, and waiting for it would put a round trip on slow links into every step.
+So the backward pass divides by the previous step's count, which all ranks agree on; the counts travel while it runs;
+and gradients are corrected by the ratio where counts turn out to differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.core._torch import foreach_mul_
+from shoestring.core.errors import NonFiniteError
+from shoestring.core.feature import Phase
+from shoestring.core.task import Batch, sum_and_count
+from shoestring.core.trace import span
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+
+
+class Step:
+    """The optimizer steps of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.stop_requested = False
+        self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
+        self._hooks_off = False
+
+    def at(self, phase: Phase, work: Callable[[], None]) -> None:
+        self._phases[phase].append(work)
+
+    def has_work(self, phase: Phase) -> bool:
+        return bool(self._phases[phase])
+
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
+        """See `Job.step`."""
+        job = self.job
+        job.trace.step = job.progress.step
+        self.run(Phase.FORWARD)
+        sums = torch.zeros(3, dtype=torch.float64, device=job.world.device)  # loss, count, votes to stop
+        sums[2] = float(self.stop_requested)
+        work = None
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with job.sync(last):
+                with job.computing():
+                    with span("forward", "compute"):
+                        total, count = sum_and_count(job.loss(job.forward(job.model, batch), batch))
+                    sums[:2] += torch.stack([total.detach().double(), count.double()])
+                    work = self._all_reduce(sums) if last else None
+                with span("backward", "compute"):
+                    job.scaler.scale(total / self._divisor(count, len(batches))).backward()
+        if work is not None:
+            with span("loss", "wire", sums.nbytes):
+                work.wait()
+        self._settle(sums)
+        loss = job.numbers["loss"] = (sums[0] / sums[1]).float()
+        self._update(sums)
+        return loss
+
+    def verify(self) -> None:
+        """See `Job.verify`."""
+        progress = self.job.progress
+        loss, count, _ = (0.0, 0.0, 0.0) if progress.unread is None else progress.unread.tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss became {loss} at step {progress.step}")
+        progress.tokens, progress.unread = progress.tokens + int(count), None
+
+    # -- loss and gradients ------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, sums: Tensor) -> dist.Work | None:
+        """Start adding loss, count and votes over the ranks; it travels while the backward pass computes."""
+        group = self.job.world.group(self.job.replicas)
+        return dist.all_reduce(sums, group=group, async_op=True) if group is not None else None
+
+    def _divisor(self, count: Tensor, batches: int) -> Tensor | float:
+        """What a micro-batch's loss is divided by before the backward pass.
+
+        One process with one micro-batch knows the true divisor; others take the previous step's, and `_update`
+        corrects the gradients. SHARD averages over `ranks`, hence its part in the divisor.
+        """
+        progress, ranks = self.job.progress, self.job.world.ranks_over(self.job.replicas)
+        if ranks == batches == 1:
+            progress.count = 0.0
+            return count
+        if not progress.count:
+            counts = count.double() * batches
+            if group := self.job.world.group(self.job.replicas):
+                dist.all_reduce(counts, group=group)
+            progress.count = max(float(counts), 1.0)
+        return progress.count / ranks
+
+    def _settle(self, sums: Tensor) -> None:
+        """Read the sums where that is free: at once on a CPU, one step late on an accelerator."""
+        job = self.job
+        ready, job.progress.unread = (job.progress.unread, sums.clone()) if job.defers else (sums, None)
+        if ready is None:
+            return
+        loss, count, votes = ready.tolist()
+        if not (math.isfinite(loss) and count):
+            job.built_optimizer.zero_grad(set_to_none=True)
+            at = f"at step {job.progress.step + 1 - (ready is not sums)}"
+            said = f"the loss became {loss} {at}"
+            hint = "the last save is good; resume with a lower learning rate or with [optim.clip]"
+            if not count:
+                said, hint = f"there is no loss {at}: none of its targets count", ""
+            job.refuse(NonFiniteError(said, hint=hint))
+            return
+        job.progress.tokens += int(count)
+        job.stopping = votes > 0
+
+    def _update(self, sums: Tensor) -> None:
+        job = self.job
+        job.scaler.unscale_(job.built_optimizer)
+        if job.progress.count and job.gradients:  # there are none after a refused loss
+            self._correct(sums[1])
+        with span("optimizer", "compute"):
+            job.scaler.step(job.built_optimizer)
+            job.scaler.update()
+            job.built_optimizer.zero_grad(set_to_none=True)
+
+    def _correct(self, count: Tensor) -> None:
+        """Turn gradients divided by the expected count into gradients divided by the true one."""
+        progress, gradients = self.job.progress, self.job.gradients
+        ratio = progress.count / count
+        if count.device.type != "cpu":  # comparing would wait for the device
+            foreach_mul_(gradients, ratio.float())
+        elif float(ratio) != 1.0:
+            foreach_mul_(gradients, float(ratio))
+            progress.count = float(count)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def run(self, *phases: Phase) -> None:
+        for phase in phases:
+            for work in self._phases[phase]:
+                work()
+
+    @contextmanager
+    def hooks_off(self) -> Iterator[None]:
+        """Steps of the optimizer inside run no phases: torch lays out new state by a step of no gradients."""
+        self._hooks_off = True
+        try:
+            yield
+        finally:
+            self._hooks_off = False
+
+    def before_update(self, *_: object) -> None:
+        """Hook before the optimizer's own step."""
+        if not self._hooks_off:
+            self.run(Phase.CLIP, Phase.RATE, Phase.GRAD, Phase.WAIT)
+
+    def after_update(self, *_: object) -> None:
+        """Hook after the optimizer's own step."""
+        if not self._hooks_off:
+            self.run(Phase.PROJECT, Phase.OUTER)
+            self.job.progress.advance()
+            self.run(Phase.CAPTURE)
+            self.job.trace.step = self.job.progress.step
