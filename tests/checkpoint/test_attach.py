@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign import Counter
 from torch import nn
 from torch.optim import SGD
 
@@ -80,6 +81,30 @@ def test_a_save_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_p
     each = jobs.BATCH * jobs.SEQUENCE
     assert start(3) == (None, 2 * each)
     assert start(0) == (3, 3 * each)
+
+
+def test_what_a_rank_has_for_itself_resumes_where_it_was(tmp_path):
+    """The position of a loader, and the random numbers that come next."""
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=2)
+
+    def start(steps):
+        loader = Counter()
+        with checkpoint.attach({"model": nn.Linear(3, 3)}, own={"loader": loader}, settings=settings) as saves:
+            began = saves.restore()
+            first = (began, loader.at, torch.rand(1).item())
+            for _ in range(steps):
+                loader.at += 7
+                drawn = torch.rand(1).item()
+                saves.step()
+            saves.engine.drain()
+            return first, drawn if steps else None
+
+    torch.manual_seed(1)
+    through, _ = start(2)  # draws three numbers; the save is after the third
+    expected = torch.rand(1).item()
+    assert through[:2] == (0, 0)
+    torch.manual_seed(2)
+    assert start(0)[0] == (2, 14, expected)
 
 
 def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -84,6 +86,37 @@ def test_a_disk_that_became_read_only(small):
         trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
         assert os.system(f"mount -o remount,rw {root}") == 0
     assert engine.safe["disk"] == BETWEEN and named([said], root / "run" / "saves")
+    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert engine.safe["disk"] == 3 * BETWEEN
+    engine.close()
+
+
+KINDS = {
+    "a part": r"step-.*\.tmp/private-0\.safetensors$",
+    "a manifest": r"manifest\.json",
+    "the save's folder": r"step-[^/]*\.tmp$",
+    "the folder of saves": r"run/saves$",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sync_that_fails_is_believed(tmp_path, monkeypatch, kind):
+    """The call itself fails, as of a device that lost what it had taken: nobody may go on as if it had not."""
+    sync, broken = os.fsync, []
+
+    def failing(descriptor):
+        sync(descriptor)
+        if broken and re.search(KINDS[kind], str(Path(f"/proc/self/fd/{descriptor}").readlink())):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    broken.append(True)
+    with listening() as said:
+        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert engine.safe["disk"] == BETWEEN and named([said], tmp_path / "disk" / "run" / "saves"), said
+    broken.clear()
     trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
     assert engine.safe["disk"] == 3 * BETWEEN
     engine.close()

@@ -76,13 +76,14 @@ class Circle:
             work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
         return Pending(numbers, work)
 
-    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
         """Send and receive contiguous tensors, in messages of at most `PIECE` bytes, all pairs side by side.
 
         Between two ranks the tensors must be listed in one order. Each message carries its checksum.
 
-        Raises:
-            ConnectionError: what arrived is not what was sent.
+        Returns:
+            The ranks of which something else arrived than they sent: no error, for this rank alone knows, and the
+            others are at their next exchange; they must be told there.
         """
         for (_, mine), (_, room) in zip(
             *([each for each in way if each[0] == self.rank] for way in (sends, receives)), strict=True
@@ -96,10 +97,12 @@ class Circle:
             for rank, view, mark in arriving
         ]
         self._send(list(_messages(sends)))
+        damaged = set[int]()
         for (rank, view, mark), pair in zip(arriving, works, strict=True):
             _wait(pair)
             if crc32(view.numpy().data) != int(mark):
-                raise ConnectionError(f"what rank {rank} sent did not arrive whole")
+                damaged.add(rank)
+        return damaged
 
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
         """A few messages at a time, so that training's own traffic gets its turn between them."""

@@ -43,7 +43,7 @@ def copy(circle: Circle, local: int, part: Tensor, slot: Slot, generation: Gener
     """Send this rank's part to its partner, and seal in `slot` what another one sent; a collective.
 
     Raises:
-        ConnectionError: what the partner sealed is not what was sent.
+        ConnectionError: on all ranks: what some rank sealed is not what was sent to it.
     """
     hosts, host = circle.size // local, circle.rank // local
     target = partner(host, hosts) * local + circle.rank % local
@@ -52,11 +52,11 @@ def copy(circle: Circle, local: int, part: Tensor, slot: Slot, generation: Gener
     slot.begin()
     room = slot.room(f"{PRIVATE}-{source}", lengths[source])
     circle.swap([(target, part)], [(source, room)])
-    record = slot.seal(generation)
-    marks = circle.tell(_mark(room))  # what arrived, read again from where it lies
-    if marks[target] != _mark(part):
-        raise ConnectionError(f"rank {target} holds another copy of rank {circle.rank}'s state than was sent")
-    return record
+    told = circle.tell([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
+    for holder, (_, of, found) in enumerate(told):
+        if found != told[of][0]:
+            raise ConnectionError(f"rank {holder} holds another copy of rank {of}'s state than was sent")
+    return slot.seal(generation)
 
 
 def _mark(data: Tensor) -> int:
@@ -96,27 +96,36 @@ def parity_set(circle: Circle, local: int, size: int, part: Tensor) -> ParitySet
 
 
 def encode(circle: Circle, of: ParitySet, part: Tensor, slot: Slot, generation: Generation) -> Record:
-    """Seal in `slot` the parity that this rank keeps for the others of its set; a collective of the set."""
+    """Seal in `slot` the parity that this rank keeps for the others of its set; a collective.
+
+    Raises:
+        ConnectionError: on all ranks: what arrived on some rank is not what was sent to it.
+    """
     slot.begin()
     room = slot.room(f"{PARITY}-{circle.rank}", of.segment)
     room.zero_()
     others = [rank for rank in of.ranks if rank != circle.rank]
     outgoing = {rank: part[slice(*of.span(circle.rank, rank))] for rank in others}
     widths = {rank: of.span(rank, circle.rank) for rank in others}
-    _xor_in(circle, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
+    damaged = _xor_in(circle, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
+    for rank, sources in enumerate(circle.tell(sorted(damaged))):
+        if sources:
+            raise ConnectionError(f"what rank {sources[0]} sent to rank {rank} did not arrive whole")
     return slot.seal(generation, {name: list(each) for name, each in vars(of).items()})
 
 
-def _xor_in(circle: Circle, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> None:
-    """XOR what arrives from each rank into `room`, a piece at a time."""
+def _xor_in(circle: Circle, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
+    """XOR what arrives from each rank into `room`, a piece at a time; the ranks of which it did not arrive whole."""
+    damaged = set[int]()
     longest = max((*widths.values(), *map(len, outgoing.values())), default=0)
     buffers = {rank: torch.empty(min(PIECE, width), dtype=torch.uint8) for rank, width in widths.items()}
     for start in range(0, longest, PIECE):
         arriving = {rank: buffers[rank][: max(0, min(width - start, PIECE))] for rank, width in widths.items()}
         sends = [(rank, data[start : start + PIECE]) for rank, data in outgoing.items()]
-        circle.swap(sends, list(arriving.items()))
+        damaged |= circle.swap(sends, list(arriving.items()))
         for data in arriving.values():
             xor_(room[start : start + len(data)], data)
+    return damaged
 
 
 def xor_(target: Tensor, data: Tensor) -> None:
@@ -179,7 +188,7 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
                 sends.append((how.builder, ready[keeper][: stop - first]))
             if builds:
                 receives.append((how.holders[keeper], into[low + first : low + stop]))
-        circle.swap(sends, receives)
+        circle.swap(sends, receives)  # what does not arrive whole shows in the mark of what comes out
         for buffer, target in arriving:
             xor_(target, buffer)
         ready = pieces

@@ -191,7 +191,11 @@ class Reader:
                     yield rank, offer, piece, Box(tuple(offset), tuple(shape))
 
     def fetch(self, name: str) -> list[Tensor]:
-        """The tensors of one planned group of reads: views of what is near, copies of what was sent; a collective."""
+        """The tensors of one planned group of reads: views of what is near, copies of what was sent; a collective.
+
+        Raises:
+            ConnectionError: on this rank alone, after the exchange: something did not arrive whole.
+        """
         sends = [(rank, self._at(offer, piece, box).contiguous()) for rank, offer, piece, box in self._requests(name)]
         got, receives = [], []
         for read in self._plan[name]:
@@ -200,7 +204,8 @@ class Reader:
             else:
                 got.append(torch.empty(read.box.shape, dtype=self.kinds[read.tensor][0]))
                 receives.append((read.server, got[-1]))
-        self.circle.swap(sends, receives)
+        if damaged := self.circle.swap(sends, receives):
+            raise ConnectionError(f"what rank {min(damaged)} sent did not arrive whole")
         return got
 
     def _at(self, index: int, number: int, box: Box) -> Tensor:

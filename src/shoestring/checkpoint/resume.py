@@ -89,11 +89,11 @@ def load(engine: Engine, wanted: Wanted, source: str) -> None:
         CheckpointError: on all ranks: a state does not fit.
     """
     for name in sorted(engine.kept, key=lambda name: name == "random"):
-        state, reason = wanted.state(name), ""
+        reason = ""
         try:
-            if state is not None:
+            if (state := wanted.state(name)) is not None:
                 engine.kept[name].state.load_state_dict(state)
-        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+        except (RuntimeError, KeyError, ValueError, AssertionError, ConnectionError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[-1].strip() or type(error).__name__
         if reason := next(filter(None, engine.circle.tell(reason)), ""):
             raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")

@@ -1,0 +1,119 @@
+"""What the ranks do in the tests of what they decide together: states of several chunks, and hosts that are lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoint.faults import listening
+from benchmarks.checkpoint.known import Setting, Trainee
+from shoestring.checkpoint import peers
+from shoestring.checkpoint.circle import Circle
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.generation import Generation
+from shoestring.checkpoint.slots import Slot, seals
+from shoestring.testing.scenarios import here
+
+CHUNKS = 9 << 20  # bytes of each rank's own state: three chunks
+
+
+def large(rank: int, step: int) -> dict[str, Any]:
+    return {"bytes": torch.full((CHUNKS,), 16 * rank + step, dtype=torch.uint8)}
+
+
+def damaged(*, folder: str, at: int) -> list[Any]:
+    """What each rank restores where one file of the newest save is damaged, which only one rank reads."""
+    setting = Setting(folder=folder, ranks=2, local=2, disk_every=2)
+    trainee = Trainee.of(setting)
+    rank = trainee.engine.world.rank
+    trainee.states["mine"].make = lambda step: large(rank, step)
+    trainee.train(4)
+    trainee.engine.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(setting.memory(0))
+        (path,) = setting.disk(0).glob("step-00000004-*/private-1.safetensors")
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    again = Trainee.of(setting)
+    again.states["mine"].make = lambda step: large(rank, step)
+    found = again.restored()
+    again.engine.close()
+    return [*found]
+
+
+def outlived(*, folder: str) -> dict[str, Any]:
+    """The steps in a rank's own slots when the peers' copies are some steps old; and what a lost host costs."""
+    setting = Setting(folder=folder, ranks=2, peers_every=4, disk_every=100)
+    trainee = Trainee.of(setting)
+    trainee.train(7)
+    folder_of_slots = trainee.engine.folder
+    trainee.engine.close()
+    own = sorted(r.generation.step for path, r in seals(folder_of_slots) if path.name.startswith("own-"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(setting.memory(1))
+    dist.barrier()
+    again = Trainee.of(setting)
+    found = again.restored()
+    again.engine.close()
+    return {"own": own, "restored": [*found]}
+
+
+def miscopied(*, folder: str, parity: bool) -> list[Any]:
+    """What a run says and counts as safe at peers when rank 1 got one bit that rank 0 did not send; and later."""
+    rank = dist.get_rank()
+    trainee = Trainee.of(Setting(folder=folder, ranks=2, peers="parity" if parity else "copy", disk_every=100))
+    swap, flips = Circle.swap, [rank == 1]
+
+    def flipping(circle: Circle, sends: Any, receives: Any) -> Any:
+        found = swap(circle, sends, receives)
+        if flips and flips.pop():
+            receives[0][1][1] ^= 1
+            return found | {0} if parity else found  # parity compares what arrives, a copy what lies there at last
+        return found
+
+    with listening() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Circle, "swap", flipping)
+        trainee.train(3)
+        first = {**trainee.engine.safe}
+        for step in (4, 5):
+            trainee.at(step)
+            trainee.engine.wait()
+            trainee.engine.capture(False)
+            trainee.engine.drain()
+    later = trainee.engine.safe["peers"]
+    trainee.engine.close()
+    return [first["peers"], later, said]
+
+
+def copied(*, folder: str) -> str:
+    """What a copy raises on each rank when only one holds something else than was sent."""
+    world = here()
+    circle = Circle.of(world)
+    slot, swap = Slot(Path(folder) / f"held-{world.rank}", Files()), Circle.swap
+
+    def flipping(circle: Circle, sends: Any, receives: Any) -> Any:
+        found = swap(circle, sends, receives)
+        receives[0][1][5] ^= circle.rank
+        return found
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Circle, "swap", flipping)
+            part = torch.arange(100, dtype=torch.uint8)
+            peers.copy(circle, 1, part, slot, Generation(1, 0, "ab", 2, 1))
+        return ""
+    except ConnectionError as error:
+        return str(error)
+    finally:
+        circle.close()

@@ -1,0 +1,41 @@
+"""Decisions that all ranks take alike though one alone knows what is wrong; what a lost host needs of the others."""
+
+import pytest
+import ranks_apart
+
+from shoestring.testing.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2, timeout=60) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("at", [100, 5 << 20])  # in the header that one rank tells others of; in a chunk of its own
+def test_all_ranks_fall_back_where_one_alone_reads_what_is_damaged(pool, tmp_path, at):
+    assert pool.call(ranks_apart.damaged, folder=str(tmp_path), at=at) == [[2, ""]] * 2
+
+
+def test_the_slot_of_what_the_peers_have_stays_until_they_have_something_newer(pool, tmp_path):
+    every = pool.call(ranks_apart.outlived, folder=str(tmp_path))
+    assert every == [{"own": [4, 6, 7], "restored": [4, ""]}] * 2
+
+
+def test_a_copy_that_is_not_what_was_sent_is_no_copy_on_any_rank(pool, tmp_path):
+    said = "rank 1 holds another copy of rank 0's state than was sent"
+    assert pool.call(ranks_apart.copied, folder=str(tmp_path)) == [said] * 2
+
+
+@pytest.mark.parametrize(
+    ("parity", "why"),
+    [
+        (False, "rank 1 holds another copy of rank 0's state than was sent"),
+        (True, "what rank 0 sent to rank 1 did not arrive whole"),
+    ],
+)
+def test_saves_to_peers_go_on_after_one_that_was_miscopied(pool, tmp_path, parity, why):
+    """All ranks drop it, so that none is left in an exchange, and nothing of it is sealed."""
+    every = pool.call(ranks_apart.miscopied, folder=str(tmp_path), parity=parity)
+    assert [each[:2] for each in every] == [[0, 4]] * 2
+    assert every[0][2] == [f"no saves to peers: {why}; earlier ones are intact, and training goes on"]
