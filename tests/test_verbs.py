@@ -174,4 +174,4 @@ def test_the_wheel_has_recipes_and_page_and_runs_away_from_the_repository(tmp_pa
     assert shown.startswith(str(tmp_path / "site"))
     assert "parallel" not in shown
     assert "optim.schedule" in shown
-    assert (tmp_path / "site/shoestring/report/page.js").is_file()
+    assert (tmp_path / "site/shoestring/report/web/uplot/LICENSE").is_file()

@@ -163,19 +163,17 @@ class Probe:
 
 @dataclass(frozen=True)
 class Compare:
-    """Say how two runs differ, and draw their curves over each other."""
+    """Show how runs differ in settings and results, and draw their curves over each other."""
 
-    one: Positional[Path]
-    """A run folder."""
-    other: Positional[Path]
-    """Another one."""
+    runs: Positional[tuple[Path, ...]]
+    """Two or more run folders."""
     out: Path = Path("compare.html")
     """The page to write."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import report
 
-        text, page = report.compare(self.one, self.other, self.out)
+        text, page = report.compare(self.runs, self.out)
         print(text)
         logging.getLogger("shoestring").info("page: %s", page)
         return 0

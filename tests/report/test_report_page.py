@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from shoestring import report
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.report import curves, page, sections
 from shoestring.report.folder import read
 
@@ -97,7 +97,7 @@ def test_the_page_says_what_happened(whole):
         "<h1>quickstart</h1>",
         "✓ finished",
         '<span class="number">1.91</span>',
-        "better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9",
+        "Better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9",
         "comm.bf16 saved 50% of bytes per step: 2.1 MB instead of 4.2 MB, measured; costs: rounding",
         "default with 2 ranks",
         "rank 1 on laptop",
@@ -175,7 +175,7 @@ def test_the_page_asks_nobody_for_anything(whole):
     style, script = "".join(outline.text["style"]), outline.text["script"][1]
     assert not re.search(r"url\(|@import|https?:", style)
     assert not re.search(r"fetch\(|XMLHttp|import\(|WebSocket|sendBeacon|new Image|innerHTML|eval\(", script)
-    assert re.findall(r"https?:[^\"]*", script) == ["http://www.w3.org/2000/svg"]  # a name, not an address
+    assert re.findall(r"https?:[^ ]*", script) == ["https://github.com/leeoniya/uPlot"]  # named in its own comment
 
 
 def test_the_policy_lets_only_this_style_and_this_script_in(whole):
@@ -187,15 +187,29 @@ def test_the_policy_lets_only_this_style_and_this_script_in(whole):
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
 
 
-def test_the_curves_are_a_table_as_well_at_steps_that_were_evaluated(whole):
-    values = re.search(r"<caption>Values of the curves.*?</table>", written(whole), re.DOTALL)[0]
+def test_every_chart_has_a_table_of_values_at_steps_that_were_evaluated(whole):
+    text = written(whole)
+    assert len(re.findall("<summary>Values</summary>", text)) == text.count('class="chart"') == 6
+    values = re.search(r"<caption>Bits per byte at some.*?</table>", text, re.DOTALL)[0]
     assert re.findall(r'<th scope="row">(.*?)</th>', values) == ["1", "10", "20", "30", "40"]
-    assert values.count("–") == 2  # only the first step has no held-out values
+    assert values.count("–") == 1  # only the first step has no held-out value
 
 
-def test_the_parts_of_the_page_stay_small():
-    script = page._part("page.js")
-    assert len(script.splitlines()) <= 350 and "</script" not in script and "\r" not in script
+def test_the_parts_of_the_page_stay_small(whole):
+    script = "".join(map(page._part, page.SCRIPT))
+    assert "</script" not in script and "\r" not in script
+    assert len(written(whole)) < 110_000  # of which the chart library has 53,000
+
+
+def test_the_chart_library_keeps_its_licence():
+    assert "uPlot" in page._part("uplot/uPlot.iife.min.js")[:80] and "MIT" in page._part("uplot/LICENSE")
+
+
+def test_settings_are_folded(whole):
+    opened = [
+        attributes for tag, attributes in Outline(written(whole)).tags if tag == "details" and "open" in attributes
+    ]
+    assert not opened
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -232,25 +246,51 @@ def test_comparing_says_what_differs(new):
     b = new("b", steps=80).metrics().summary(bits_per_byte={"training": 1.8, "held out": 1.719})
     a.put("environment.json", {"versions": {"torch": "2.13.0", "numpy": "2"}, "host": "one"})
     b.put("environment.json", {"versions": {"torch": "2.11.0", "numpy": "2"}, "host": "two"})
-    text, path = report.compare(a.path, b.path, a.path.parent / "compared.html")
+    text, path = report.compare([a.path, b.path], a.path.parent / "compared.html")
     lines = {tuple(line.split()) for line in text.splitlines()}
     assert ("run.steps", "40", "80") in lines and ("versions.torch", "2.13.0", "2.11.0") in lines
-    assert ("held-out", "bits", "per", "byte", "1.91", "1.719", "-10.00%") in lines
+    assert ("held-out", "bits", "per", "byte", "1.91", "1.719", "(-10.00%)") in lines
     assert "numpy" not in text and "optim.adamw.lr" not in text
-    assert text.startswith("A  quickstart (a)  finished\nB  quickstart (b)  finished\n")
-    shown = path.read_text("utf-8")
-    labels = [line["label"] for line in json.loads(Outline(shown).text["script"][0])["large"][0]["lines"]]
-    assert labels == ["A training", "A held out", "B training", "B held out"]
+    assert text.startswith("a: finished, 40 steps\nb: finished, 80 steps\n")
+    drawn = json.loads(Outline(path.read_text("utf-8")).text["script"][0])
+    assert [run["name"] for run in drawn["runs"]] == ["a", "b"]
+    assert [(line["run"], line["kind"]) for line in drawn["large"][0]["lines"]] == [
+        (0, "training"), (0, "held out"), (1, "training"), (1, "held out"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("folders", "names", "labels"),
+    [
+        (["a", "b", "c"], ["fast", "slow", "best"], ["fast", "slow", "best"]),
+        (["runs/q", "runs/q-2", "runs/q-3"], ["q", "q", "q"], ["q", "q-2", "q-3"]),
+        (["lr1/run", "lr2/run"], ["q", "q"], ["lr1", "lr2"]),
+        (["lr1/s1/run", "lr1/s2/run", "lr2/s1/run"], ["q", "q", "q"], ["lr1/s1", "lr1/s2", "lr2/s1"]),
+        (["x/one", "y/one", "y/two"], ["q", "q", "p"], ["x/one", "y/one", "y/two"]),
+    ],
+)
+def test_runs_are_told_apart_by_what_differs_and_no_more(new, folders, names, labels):
+    paths = [new(folder, name=name).metrics().path for folder, name in zip(folders, names, strict=True)]
+    text, _ = report.compare(paths, paths[0].parent / "compared.html")
+    assert [line.partition(": ")[0] for line in text.splitlines()[: len(paths)]] == labels
+
+
+def test_comparing_takes_at_least_two_different_runs(new):
+    one = new("a").metrics().path
+    with pytest.raises(ConfigError, match="at least two run folders"):
+        report.compare([one], one / "compared.html")
+    with pytest.raises(ConfigError, match="is given twice"):
+        report.compare([one, one / "../a"], one / "compared.html")
 
 
 def test_a_comparison_cannot_steer_the_terminal(new):
     a, b = new("a", name="x\x1b[31m").metrics(), new("b").metrics()
-    text, _ = report.compare(a.path, b.path, a.path.parent / "compared.html")
+    text, _ = report.compare([a.path, b.path], a.path.parent / "compared.html")
     assert "\x1b" not in text
 
 
 def test_runs_of_equal_settings_differ_in_nothing(new):
     a, b = new("a").metrics(), new("b").metrics()
-    text, _ = report.compare(a.path, b.path, a.path.parent / "compared.html")
-    assert "settings that differ\n  none" in text and "versions that differ\n  none" in text
-    assert re.search(r"training loss .* equal", text)
+    text, _ = report.compare([a.path, b.path], a.path.parent / "compared.html")
+    assert "Settings that differ\n  none" in text and "Versions that differ\n  none" in text
+    assert re.search(r"training loss .* \(equal\)", text)

@@ -58,17 +58,19 @@ def test_thinning_keeps_the_ends_the_extremes_and_the_limit(values, limit):
     assert len(finite) == len(values) or any(not math.isfinite(value) for value in shown)
 
 
-def test_a_long_curve_shows_logged_values_and_true_means(new):
+def test_a_long_curve_shows_logged_values_and_keeps_true_means_for_smoothing(new):
     run = read(new(steps=5000).metrics().path)
-    raw, mean, held_out, *_ = curves.payload([run])["large"][0]["lines"]
-    assert raw["logged"] == 5000 and len(raw["step"]) <= curves.LARGE
+    drawn = curves.payload([run])
+    training, held_out = drawn["large"][0]["lines"]
+    steps = drawn["runs"][0]["step"]
+    assert training["logged"] == 5000 and len(training["at"]) <= curves.LARGE
     logged = run.columns["bits_per_byte"]
-    assert all(
-        value == pytest.approx(logged[step], rel=1e-5) for step, value in zip(raw["step"], raw["value"], strict=True)
-    )
-    first = sum(logged[step] for step in range(1, 21)) / 20
-    assert mean["value"][0] == pytest.approx(first, rel=1e-5) and len(mean["value"]) == curves.TREND
-    assert held_out["label"] == "held out"
+    for at, value in zip(training["at"], training["value"], strict=True):
+        assert value == pytest.approx(logged[steps[at]], rel=1e-5)
+    first = sum(logged[step] for step in range(1, 11)) / 10
+    assert training["means"]["value"][0] == pytest.approx(first, rel=1e-5)
+    assert len(training["means"]["at"]) == curves.MEANS and steps[training["means"]["at"][0]] == 6
+    assert held_out["kind"] == "held out" and "means" not in held_out
 
 
 def test_values_that_are_not_finite_are_named(new):
@@ -90,7 +92,7 @@ def test_tokens_are_taken_as_logged_else_in_proportion(new):
 
 
 def test_the_verdict_names_what_was_beaten_and_what_was_not(whole):
-    assert digest.verdict(read(whole.path)) == "better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9"
+    assert digest.verdict(read(whole.path)) == "Better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9."
 
 
 def test_figures_read_well():

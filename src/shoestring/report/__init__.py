@@ -1,7 +1,7 @@
-"""What a user sees of a run: the report page, the comparison of two runs, console lines and metric sinks.
+"""What a user sees of a run: the report page, the comparison of several runs, console lines and metric sinks.
 
 `write` and `compare` need nothing but the standard library; `report.console` adds rich, and
-`report.sinks.TensorBoard` an extra. Nothing here imports torch at import time.
+each tracker in `report.trackers` an extra. Nothing here imports torch at import time.
 """
 
 from __future__ import annotations

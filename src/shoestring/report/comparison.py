@@ -1,11 +1,14 @@
-"""Two runs side by side: what was set differently, what came out, and their curves over each other."""
+"""Runs side by side: what was set differently, what came out, and their curves over each other."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shoestring.core.errors import ConfigError
 from shoestring.report import curves, digest, figures, page
+from shoestring.report.charts import charts
 from shoestring.report.folder import RunFolder, flat, read
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
@@ -13,92 +16,98 @@ from shoestring.report.markup import table as grid
 _ABSENT = "–"
 
 
-def compare(a: Path, b: Path, out: Path) -> tuple[str, Path]:
-    """Compare the runs in folders `a` and `b`; `out` is the page to write.
+def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
+    """Compare the runs in two or more `folders`; `out` is the page to write.
 
     Returns:
-        A summary for the terminal (settings that differ, final figures, versions that differ), and the page's path.
+        A summary for the terminal (final figures, settings and versions that differ), and the page's path.
 
     Raises:
-        ConfigError: `a` or `b` is not a run folder.
+        ConfigError: there are fewer than two folders, one is given twice, or one is not a run folder.
         ShoestringError: the page cannot be written.
     """
-    runs = (read(a), read(b))
-    names = (digest.label(runs[0], runs), digest.label(runs[1], runs))
-    settings = _differing(flat(runs[0].settings), flat(runs[1].settings))
-    versions = _differing(*(flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs))
+    if len(folders) < 2:
+        raise ConfigError("comparing takes at least two run folders", hint="shoestring compare runs/a runs/b")
+    runs = [read(Path(folder)) for folder in folders]
+    places = [run.path.resolve() for run in runs]
+    for place in places:
+        if places.count(place) > 1:
+            raise ConfigError(f"`{place}` is given twice", hint="give folders of different runs")
+    names = digest.labels(runs)
+    versions = [flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs]
     blocks = (
-        ("Results", "Final figures; the last column is B relative to A.", ("B against A",), _results(*runs)),
-        ("Settings that differ", "From the resolved run files.", (), settings),
-        ("Versions that differ", "From what each run wrote about its environment.", (), versions),
+        ("Results", "Final figures; percentages are relative to the first run.", _results(runs)),
+        ("Settings that differ", "From the resolved run files.", _differing([flat(run.settings) for run in runs])),
+        ("Versions that differ", "From what each run wrote about its environment.", _differing(versions)),
     )
-    text = [
-        _printable(f"{letter}  {name}  {digest.status(run)}")
-        for letter, name, run in zip("AB", names, runs, strict=True)
-    ]
+    text = [f"{_printable(name)}: {_state(run)}" for name, run in zip(names, runs, strict=True)]
     parts: list[Markup] = []
-    for title, caption, more, rows in blocks:
-        text += ["", title.lower(), *_aligned(rows)]
-        head = ("", *(f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)), *more)
-        shown = grid(caption, head, rows, figures=len(more)) if rows else tag("p", "none", class_="quiet")
-        parts.append(tag("section", tag("h2", title), shown))
+    for title, caption, rows in blocks:
+        text += ["", title, *_aligned([("", *names), *rows] if rows else [("none",)])]
+        shown = grid(caption, ("", *names), rows) if rows else tag("p", "None.", class_="quiet")
+        parts.append(tag("section", tag("h2", title), shown, class_="wide"))
     return "\n".join(text) + "\n", page.save(Path(out), _page(runs, names, parts))
 
 
-def _page(runs: tuple[RunFolder, RunFolder], names: tuple[str, str], parts: list[Markup]) -> str:
+def _state(run: RunFolder) -> str:
+    return f"{_printable(digest.status(run))}, {digest.last_step(run):,} steps"
+
+
+def _page(runs: Sequence[RunFolder], names: Sequence[str], parts: Sequence[Markup]) -> str:
     data = curves.payload(runs)
-    title = f"{names[0]} and {names[1]}"
+    title = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) <= 4 else f"{len(names)} runs"
     states = [
         tag(
             "li",
-            tag("b", letter, class_=f"tone{position}"),
-            f" {name}: {digest.status(run)}, {digest.last_step(run):,} steps",
+            tag("span", class_=f"swatch tone{position % 8}", aria_hidden="true"),
+            tag("b", name),
+            f" {_state(run)}",
         )
-        for position, (letter, name, run) in enumerate(zip("AB", names, runs, strict=True))
+        for position, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    head = tag("div", tag("h1", title), tag("ul", *states, class_="pair"), class_="title")
-    return page.document(f"Compared: {title}", head, join([parts[0], page.charts(data), *parts[1:]]), data)
+    head = tag("div", tag("h1", f"Comparison of {title}"), tag("ul", *states, class_="runs"), class_="title")
+    return page.document(f"Comparison of {title}", head, join([parts[0], charts(data), *parts[1:]]), data)
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Keys whose values differ, in A's order, then what only B has."""
-    keys = [*a, *(key for key in b if key not in a)]
-    return [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in keys if a.get(key) != b.get(key)]
+def _differing(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Keys whose values differ, in the order in which they first appear, with each document's value."""
+    keys = dict.fromkeys(key for document in documents for key in document)
+    rows = [[key, *(document.get(key, _ABSENT) for document in documents)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _results(a: RunFolder, b: RunFolder) -> list[tuple[str, str, str, str]]:
-    ours, theirs = digest.results(a), digest.results(b)
-    labels = [*ours, *(label for label in theirs if label not in ours)]
-    return [
-        (label, _shown(label, ours), _shown(label, theirs), _change(ours.get(label), theirs.get(label)))
-        for label in labels
-    ]
+def _results(runs: Sequence[RunFolder]) -> list[list[str]]:
+    found = [digest.results(run) for run in runs]
+    labels = dict.fromkeys(label for results in found for label in results)
+    return [[label, *(_shown(label, results, found[0]) for results in found)] for label in labels]
 
 
-def _shown(label: str, found: Mapping[str, float]) -> str:
-    value = found.get(label)
+def _shown(label: str, results: Mapping[str, float], first: Mapping[str, float]) -> str:
+    """A figure in its unit, and, behind that of every run but the first, how it differs from the first."""
+    value = results.get(label)
     if value is None:
         return _ABSENT
     if label == "seconds":
-        return figures.duration(value)
-    if label.startswith(("share", "MFU")):
-        return figures.percent(value)
-    return figures.count(value) if value >= 10_000 else figures.plain(value)
+        text = figures.duration(value)
+    elif label.startswith(("share", "MFU")):
+        text = figures.percent(value)
+    else:
+        text = figures.count(value) if value >= 10_000 else figures.plain(value)
+    change = "" if results is first else _change(first.get(label), value)
+    return f"{text} ({change})" if change else text
 
 
-def _change(a: float | None, b: float | None) -> str:
-    """B relative to A in percent; equal values are said to be equal, so that a rounded 0.0% is not mistaken for it."""
-    if a is None or b is None:
-        return ""
-    if a == b:
-        return "equal"
-    ratio = b / a - 1 if a else float("nan")
-    return f"{ratio:+.2%}" if abs(ratio) < 10 else f"x{b / a:.3g}" if a and ratio == ratio else ""
+def _change(first: float | None, value: float) -> str:
+    """`value` relative to the first in percent; equal values are said to be equal, so that no rounded 0.00% is."""
+    if first is None or not first or not math.isfinite(value / first):
+        return "equal" if first == value else ""
+    ratio = value / first - 1
+    return "equal" if first == value else f"{ratio:+.2%}" if abs(ratio) < 10 else f"x{value / first:.3g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as padded columns."""
-    clean = [[_printable(cell) for cell in row] for row in rows] or [["none"]]
+    clean = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*clean, strict=True)]
     padded = (zip(row, widths, strict=True) for row in clean)
     return [("  " + "  ".join(f"{cell:<{width}}" for cell, width in cells)).rstrip() for cells in padded]

@@ -10,10 +10,8 @@ from typing import Any
 from shoestring.report import digest
 from shoestring.report.folder import RunFolder, tables
 
-LARGE, SMALL = 4000, 1200  # points kept of a curve, in a large chart and in a small one
-TREND = 250  # a curve of twice as many points gets their means drawn over it
-LETTERS = "AB"
-TONES = 4  # colours of lines that page.css has
+LARGE, SMALL = 2000, 600  # points kept of a curve, in a large chart and in a small one
+MEANS = 500  # stretches of a longer curve whose means are smoothed in place of its points
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -29,13 +27,16 @@ _KNOWN = {  # metric: title, unit, format
     "data_wait": ("Waiting for data", "share of the step", "percent"),
     "mfu": ("Model FLOP utilisation", "share of the peak", "percent"),
 }
+_EXACT = frozenset({"lr"})  # a schedule is not noisy: smoothing would only bend it
 
 
 def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """What the page's script draws: {"large": charts, "small": charts, "tokens": whether tokens can be the x axis}.
+    """What the page's script draws: {"runs", "large": charts, "small": charts, "tokens": whether x can be tokens}.
 
-    A chart is {"key", "title", "unit", "format", "lines", "marks"}; a line {"label", "tone", "style", "logged",
-    "step", "seconds", "tokens", "value"} with equally long lists. A value that is not finite is its name as text.
+    A run is {"name", "step", "seconds", "tokens"} with equally long lists: the steps at which its curves have points.
+    A chart is {"key", "title", "unit", "format", "smooth", "marks", "lines"}; a line {"run", "kind", "label",
+    "tone", "logged", "at", "value"}, where `at` are indices into its run's lists, and `tone` is its colour if there is
+    one run. A value that is not finite is its name as text. A thinned line also has {"means": {"at", "value"}}.
     """
     large = [_large(key, runs) for key in _MAIN]
     added = {str(row.get("title")): row for run in runs for row in tables(run.summary, "shown") if _has_lines(row)}
@@ -49,7 +50,11 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
         + [chart for row in added.values() if (chart := _added(row, runs))["lines"]],
     }
     lines = [line for group in charts.values() for chart in group for line in chart["lines"]]
-    return charts | {"tokens": bool(lines) and all(None not in line["tokens"] for line in lines)}
+    axes = [
+        _axes(run, name, [line for line in lines if line["run"] == position])
+        for position, (run, name) in enumerate(zip(runs, digest.labels(runs), strict=True))
+    ]
+    return {"runs": axes} | charts | {"tokens": bool(lines) and all(None not in axis["tokens"] for axis in axes)}
 
 
 def thin(values: Sequence[float], limit: int) -> list[int]:
@@ -78,21 +83,18 @@ def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     title, training, held_out = _MAIN[key]
     lines = []
     for position, run in enumerate(runs):
-        prefix = f"{LETTERS[position]} " if len(runs) > 1 else ""
-        tones = (position, position) if len(runs) > 1 else (0, 1)
-        lines += _lines(run, training, f"{prefix}training", tones[0], "thin", LARGE)
-        lines += _lines(run, held_out, f"{prefix}held out", tones[1], "dots", LARGE)
+        lines += _line(run, position, training, LARGE, kind="training")
+        lines += _line(run, position, held_out, LARGE, kind="held out", tone=1)
     marks = [{"label": label, "value": value} for label, value in digest.baselines(runs[0]).items()]
-    chart = {"key": key, "title": title, "unit": "", "format": "plain", "marks": marks if key == "bits" else []}
-    return chart | {"lines": lines}
+    chart = {"key": key, "title": title, "unit": "", "format": "plain", "smooth": True}
+    return chart | {"marks": marks if key == "bits" else [], "lines": lines}
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     title, unit, form = _KNOWN.get(metric) or (*_named(metric), "plain")
-    lines = []
-    for position, run in enumerate(runs):
-        lines += _lines(run, metric, LETTERS[position] if len(runs) > 1 else title.lower(), position, "solid", SMALL)
-    return {"key": metric, "title": title, "unit": unit, "format": form, "marks": [], "lines": lines}
+    lines = [line for position, run in enumerate(runs) for line in _line(run, position, metric, SMALL)]
+    chart = {"key": metric, "title": title, "unit": unit, "format": form, "smooth": metric not in _EXACT}
+    return chart | {"marks": [], "lines": lines}
 
 
 def _has_lines(row: dict[str, Any]) -> bool:
@@ -101,15 +103,14 @@ def _has_lines(row: dict[str, Any]) -> bool:
 
 
 def _added(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """The chart that a feature adds; a tone for each of its lines, or for each of several runs."""
+    """The chart that a feature adds, with a line for each of its metrics in each run."""
     lines = []
     for position, run in enumerate(runs):
-        for index, (metric, label) in enumerate(row["metrics"].items()):
-            prefix = f"{LETTERS[position]} " if len(runs) > 1 else ""
-            tone = (position if len(runs) > 1 else index) % TONES
-            lines += _lines(run, metric, f"{prefix}{label}", tone, "solid", SMALL)
+        for tone, (metric, label) in enumerate(row["metrics"].items()):
+            lines += _line(run, position, metric, SMALL, label=str(label), tone=tone)
     head = {"key": f"{row.get('feature')}: {row.get('title')}", "title": str(row.get("title", ""))}
-    return head | {"unit": str(row.get("unit", "")), "format": "plain", "marks": [], "lines": lines}
+    head |= {"unit": str(row.get("unit", "")), "format": "plain", "smooth": True}
+    return head | {"marks": [], "lines": lines}
 
 
 def _named(metric: str) -> tuple[str, str]:
@@ -119,37 +120,44 @@ def _named(metric: str) -> tuple[str, str]:
     return title[:1].upper() + title[1:], _UNITS.get(last, "") if name else ""
 
 
-def _lines(run: RunFolder, metric: str, label: str, tone: int, style: str, limit: int) -> list[dict[str, Any]]:
-    """The curve as it was logged, and over a long one, drawn faint, the means of its stretches; none without values."""
+def _line(
+    run: RunFolder, position: int, metric: str, limit: int, *, kind: str = "", label: str = "", tone: int = 0
+) -> list[dict[str, Any]]:
+    """The curve as it was logged, and the means of its stretches where it is thinned; nothing without values.
+
+    `at` holds steps here; `_axes` turns them into indices.
+    """
     column = run.columns.get(metric, {})
     steps, values = list(column), list(column.values())
-    if len(values) < 2 * TREND:
-        kept = thin(values, limit)
-        return [_line(run, label, tone, style, kept, steps, values)] if values else []
-    stretches = list(_stretches(len(values), TREND))
-    means = [fmean(values[each.start : each.stop]) for each in stretches]
-    middles = [steps[(each.start + each.stop) // 2] for each in stretches]
-    trend = f"{label}, mean of {len(values) // TREND} values"
-    return [
-        _line(run, label, tone, "faint", thin(values, limit), steps, values),
-        _line(run, trend, tone, "solid" if style == "thin" else style, range(TREND), middles, means),
-    ]
+    if not values:
+        return []
+    kept = thin(values, limit)
+    line: dict[str, Any] = {"run": position, "kind": kind, "label": label or kind, "tone": tone}
+    line["logged"] = len(values)
+    line |= {"at": [steps[index] for index in kept], "value": [_shown(values[index]) for index in kept]}
+    if len(kept) < len(values):
+        stretches = [
+            [index for index in stretch if math.isfinite(values[index])] for stretch in _stretches(len(values), MEANS)
+        ]
+        means = [(steps[each[len(each) // 2]], fmean(values[index] for index in each)) for each in stretches if each]
+        line["means"] = {"at": [step for step, _ in means], "value": [_shown(mean) for _, mean in means]}
+    return [line]
 
 
-def _line(
-    run: RunFolder, label: str, tone: int, style: str, kept: Sequence[int], steps: list[int], values: list[float]
-) -> dict[str, Any]:
+def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The x values at all steps that the run's lines have points at; the lines' steps become indices into them."""
+    parts = [part for line in lines for part in (line, line.get("means")) if part]
+    steps = sorted({step for part in parts for step in part["at"]})
+    index = {step: position for position, step in enumerate(steps)}
+    for part in parts:
+        part["at"] = [index[step] for step in part["at"]]
     times = run.columns.get("time", {})
     start = next(iter(times.values()), 0.0)
     return {
-        "label": label,
-        "tone": tone,
-        "style": style,
-        "logged": len(values),
-        "step": [steps[index] for index in kept],
-        "seconds": [_since(times.get(steps[index]), start) for index in kept],
-        "tokens": [digest.tokens_at(run, steps[index]) for index in kept],
-        "value": [_shown(values[index]) for index in kept],
+        "name": name,
+        "step": steps,
+        "seconds": [_since(times.get(step), start) for step in steps],
+        "tokens": [digest.tokens_at(run, step) for step in steps],
     }
 
 

@@ -74,7 +74,8 @@ def verdict(run: RunFolder) -> str:
     worse = [label for label, value in known.items() if ours >= value]
     parts = [f"better than {_join(better)}"] if better else []
     parts += [f"not better than {_join(worse)}"] if worse else []
-    return "; ".join(parts)
+    said = "; ".join(parts)
+    return f"{said[:1].upper()}{said[1:]}."
 
 
 def tokens_at(run: RunFolder, step: int) -> float | None:
@@ -115,12 +116,16 @@ def _peak_memory(run: RunFolder) -> float | None:
     return max(known) if known else _reduced(run, "memory_gib", max)
 
 
-def label(run: RunFolder, runs: Sequence[RunFolder]) -> str:
-    """The run's name among `runs`, with its folder where names are equal."""
-    own = name(run)
-    if sum(name(other) == own for other in runs) == 1:
-        return own
-    folder = run.path.resolve()
-    if sum(other.path.resolve().name == folder.name for other in runs) == 1:
-        return f"{own} ({folder.name})"
-    return f"{own} ({folder.parent.name}/{folder.name})"
+def labels(runs: Sequence[RunFolder]) -> list[str]:
+    """What tells the runs apart, as briefly as possible: their names, else the ends of their paths that differ."""
+    names = [name(run) for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    paths = [run.path.resolve().parts for run in runs]
+    while len({parts[-1] for parts in paths}) == 1 and all(len(parts) > 2 for parts in paths):  # all end in `run`, say
+        paths = [parts[:-1] for parts in paths]
+    for length in range(1, max(map(len, paths))):
+        ends = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(ends)) == len(ends):
+            return ends
+    return ["/".join(parts) for parts in paths]

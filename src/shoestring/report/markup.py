@@ -29,7 +29,9 @@ def join(children: Iterable[str]) -> Markup:
     return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children))
 
 
-def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, figures: int = 0) -> Markup:
+def table(
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, figures: int = 0, stacked: bool = False
+) -> Markup:
     """A real table that scrolls by itself on a narrow screen.
 
     Args:
@@ -37,18 +39,23 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, f
         head: column titles.
         rows: cells; the first of each row is its header.
         figures: index of the first column of numbers, which are set right; 0 for none.
+        stacked: on a narrow screen each row becomes a block with its cells below each other.
     """
 
     def cell(index: int, child: str) -> Markup:
         kind = "figure" if figures and index >= figures else "words"
-        return tag("th", child, scope="row") if index == 0 else tag("td", child, class_=kind)
+        if index == 0:
+            return tag("th", child, scope="row")
+        return tag("td", child, class_=kind, data_title=stacked and head[index])
 
     titles = [
         tag("th", t, scope="col", class_="figure" if figures and i >= figures else "words") for i, t in enumerate(head)
     ]
     body = [tag("tr", *(cell(i, child) for i, child in enumerate(row))) for row in rows]
     inner = tag("table", tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", *body))
-    return tag("div", inner, class_="scroll", role="region", tabindex=0, aria_label=caption)
+    return tag(
+        "div", inner, class_="scroll stacked" if stacked else "scroll", role="region", tabindex=0, aria_label=caption
+    )
 
 
 def embedded(value: object) -> Markup:

@@ -14,8 +14,12 @@ from typing import Any
 
 from shoestring.core.errors import ShoestringError
 from shoestring.report import curves, digest, sections
+from shoestring.report.charts import charts
 from shoestring.report.folder import RunFolder, read
-from shoestring.report.markup import Markup, embedded, join, tag
+from shoestring.report.markup import Markup, embedded, join
+
+STYLE = ("uplot/uPlot.min.css", "page.css")
+SCRIPT = ("uplot/uPlot.iife.min.js", "curves.js", "chart.js", "controls.js")
 
 
 def write(folder: Path) -> Path:
@@ -34,28 +38,12 @@ def write(folder: Path) -> Path:
 
 def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> str:
     """The whole page; its policy lets the two inline parts run, known by their hash, and nothing else load."""
-    style, script = (_part(name) for name in ("page.css", "page.js"))
+    style, script = ("\n".join(map(_part, parts)) for parts in (STYLE, SCRIPT))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
     return Template(_part("page.html")).substitute(
         title=join([title]), policy=policy, style=style, script=script, head=head, body=body, data=embedded(data)
-    )
-
-
-def charts(data: dict[str, Any]) -> Markup:
-    """Where the script draws: large charts, small ones, and the table of values beneath."""
-    if not data["large"] and not data["small"]:
-        return Markup()
-    small = tag("div", id="small", class_="small")
-    return tag(
-        "section",
-        tag("h2", "Curves"),
-        tag("noscript", tag("p", "The charts need JavaScript; the table of values below does not.")),
-        tag("form", id="controls", class_="controls", aria_label="How the curves are drawn"),
-        tag("div", id="large"),
-        small,
-        sections.values_of(data["large"] or data["small"]),
     )
 
 
@@ -102,7 +90,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
 
 
 def _part(name: str) -> str:
-    return files("shoestring.report").joinpath(name).read_text("utf-8")
+    return files("shoestring.report").joinpath("web", name).read_text("utf-8")
 
 
 def _hash(text: str) -> str:

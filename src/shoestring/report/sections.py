@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoestring.report import digest, figures
@@ -193,7 +193,10 @@ def features(run: RunFolder) -> Markup:
         for row in tables(run.summary, "features")
     ]
     return (
-        _section("Features", grid("In the order in which they were applied", ["Name", "Seam", "Why", "Settings"], rows))
+        _section(
+            "Features",
+            grid("In the order in which they were applied", ["Name", "Seam", "Why", "Settings"], rows, stacked=True),
+        )
         if rows
         else Markup()
     )
@@ -203,8 +206,8 @@ def ranks(run: RunFolder) -> Markup:
     """Who ran: host, device, dtype, threads, speed and memory of each rank."""
     keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
-    head = ["Rank", "Host", "Device", "Number format", "Threads", "Tokens per second", "Memory, GiB"]
-    return _section("Ranks", grid("One row a process", head, rows, figures=4)) if rows else Markup()
+    head = ["Rank", "Host", "Device", "Data type", "Threads", "Tokens per second", "Memory, GiB"]
+    return _section("Ranks", grid("One row per process", head, rows, figures=4)) if rows else Markup()
 
 
 def samples(run: RunFolder) -> Markup:
@@ -232,11 +235,10 @@ def documents(run: RunFolder) -> Markup:
             "details",
             tag("summary", title),
             grid(caption, ["Key", "Value"], list(flat(document).items())),
-            open=is_open,
         )
-        for title, caption, document, is_open in (
-            ("Settings", "The resolved run file, run.toml", run.settings, True),
-            ("Environment", "Versions, source, command and host, environment.json", run.environment, False),
+        for title, caption, document in (
+            ("Settings", "The resolved run file, run.toml", run.settings),
+            ("Environment", "Versions, source, command and host, environment.json", run.environment),
         )
         if document
     ]
@@ -266,19 +268,3 @@ def _settings(row: dict[str, Any]) -> str:
 def _cell(value: object) -> str:
     figure = number(value)
     return "–" if value is None else str(value) if figure is None else figures.plain(figure)
-
-
-def values_of(charts: Sequence[dict[str, Any]], rows: int = 12) -> Markup:
-    """The same curves as a table of a few steps, for who cannot see or run the charts."""
-    lines = [(f"{chart['title']}: {line['label']}", line) for chart in charts for line in chart["lines"]]
-    if not lines:
-        return Markup()
-    every = sorted({step for _, line in lines for step in line["step"]})
-    # steps at which the sparsest curve has a value: evaluations are rare, and rows without them say little
-    steps = min((line["step"] for _, line in lines if len(line["step"]) > 2), key=len, default=every)
-    chosen = sorted({every[0], *steps[:: max(1, -(-len(steps) // rows))], every[-1]})
-    looked_up = [dict(zip(line["step"], line["value"], strict=True)) for _, line in lines]
-    body = [[f"{step:,}", *(_cell(values.get(step)) for values in looked_up)] for step in chosen]
-    caption = "Values of the curves at some of the steps"
-    inner = grid(caption, ["Step", *(title for title, _ in lines)], body, figures=1)
-    return tag("details", tag("summary", "The curves as a table"), inner)
