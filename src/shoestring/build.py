@@ -18,10 +18,14 @@ from torch import nn
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.core.files import write_atomic
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import llama
+from shoestring.models import hf, llama
 from shoestring.models.gpt import GPT
 
-MARKER = "shoestring"  # the key in config.json of models that no other library reads
+MARKER = "shoestring"
+"""The key in config.json under which a model folder says its `format`: which of `READERS` opens it."""
+TRANSFORMERS = {MARKER: {"format": "transformers"}}
+PRETRAINED = "pretrained"
+"""The folder in a run's folder that holds the configuration of the `hf:` model it began with."""
 
 
 def resolve(target: str, key: str) -> Callable[..., Any]:
@@ -45,12 +49,20 @@ def resolve(target: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def model(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], seed: int = 0) -> nn.Module:
+def model(
+    target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], seed: int = 0, *, weights: bool = True
+) -> nn.Module:
     """Call `run.model` with [model]'s arguments, and with those of `offered` (vocab_size, context) that it takes.
+
+    Args:
+        weights: False where a state is loaded afterwards: the files of an `hf:` model are then not read.
 
     Raises:
         ConfigError: an argument it does not take (with the nearest one), or it does not return a trainable module.
     """
+    torch.manual_seed(seed)
+    if target.startswith(hf.PREFIX):
+        return hf.build(target.removeprefix(hf.PREFIX), arguments, offered, weights=weights)
     build = resolve(target, "run.model")
     accepted = _accepted(build)
     given = {name: value for name, value in offered.items() if accepted is None or name in accepted} | dict(arguments)
@@ -58,7 +70,6 @@ def model(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any],
         for name in given:
             if name not in accepted:
                 raise ConfigError(f"`{target}` takes no argument `{name}`", hint=nearest(name, accepted))
-    torch.manual_seed(seed)
     try:
         built = build(**given)
     except TypeError as error:
@@ -82,18 +93,38 @@ def _accepted(build: Callable[..., Any]) -> list[str] | None:
 
 
 def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write a model as safetensors and config.json: in Llama's layout where it has one, marked as ours elsewhere."""
+    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says."""
     folder.mkdir(parents=True, exist_ok=True)
     own_format = getattr(built, "save_pretrained", None)
     if isinstance(built, GPT):
         llama.save_pretrained(built, folder)
+    elif hf.is_pretrained(built):
+        hf.save(built, folder, TRANSFORMERS)
     elif callable(own_format):
         own_format(folder)
     else:
         _save_weights(built, folder / "model.safetensors")
-        write_atomic(folder / "config.json", json.dumps({MARKER: dict(made_by)}, indent=2).encode())
+        write_atomic(folder / "config.json", json.dumps(marked(made_by), indent=2).encode())
     if tokenizer is not None:
-        tokenizer.save(folder / "tokenizer.json")
+        save_tokenizer(tokenizer, folder, made_by)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, made_by: Mapping[str, Any]) -> None:
+    """Write a model's tokenizer to its folder; generation with transformers ends where a document does."""
+    tokenizer.save_pretrained(folder, made_by["offered"]["context"])
+    if not (folder / "generation_config.json").exists():
+        write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": tokenizer.end_of_text}).encode())
+
+
+def marked(made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a model that its own module builds."""
+    return {MARKER: {"format": "module", **made_by}}
+
+
+def remember(target: str, folder: Path) -> None:
+    """Write to a run's `folder` what its saves need to become a model again wherever the folder is."""
+    if target.startswith(hf.PREFIX):
+        hf.remember(target.removeprefix(hf.PREFIX), folder / PRETRAINED)
 
 
 def _save_weights(built: nn.Module, path: Path) -> None:
@@ -107,11 +138,13 @@ def _save_weights(built: nn.Module, path: Path) -> None:
 
 
 def load_model(path: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """A model and its tokenizer from a run folder or a model folder, by what its config.json says.
+    """A model and its tokenizer from a run folder, a model folder or one of transformers, by what config.json says.
 
     Raises:
-        CheckpointError: there is no model, or its weights do not fit.
+        CheckpointError: there is no model, its format is unknown, or its weights do not fit.
     """
+    if str(path).startswith(hf.PREFIX):
+        return _from_hub(str(path).removeprefix(hf.PREFIX))
     folder = path / "model" if (path / "model" / "config.json").is_file() else path
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -119,15 +152,45 @@ def load_model(path: Path) -> tuple[nn.Module, Tokenizer | None]:
         raise CheckpointError(
             f"`{path}` holds no model: {error}", hint="name a run folder or a model folder"
         ) from error
-    built = _marked(folder, config[MARKER]) if MARKER in config else llama.load_pretrained(folder)
+    built = _reader(config, folder)(folder)
     tokenizer = folder / "tokenizer.json"
     return built.eval(), load_tokenizer(tokenizer) if tokenizer.is_file() else None
 
 
-def _marked(folder: Path, made_by: Mapping[str, Any]) -> nn.Module:
+def _from_hub(name: str) -> tuple[nn.Module, Tokenizer | None]:
+    built, tokenizer = hf.load(name), hf.file_of(name, "tokenizer.json")
+    return built.eval(), load_tokenizer(tokenizer) if tokenizer else None
+
+
+def _from_module(folder: Path) -> nn.Module:
+    made_by = json.loads((folder / "config.json").read_text())[MARKER]
     built = model(made_by["model"], made_by["arguments"], made_by["offered"])
     try:
         load_weights(built, str(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"cannot load `{folder / 'model.safetensors'}`: {error}") from error
     return built
+
+
+READERS: dict[str, Callable[[Path], nn.Module]] = {
+    "gpt": llama.load_pretrained,
+    "module": _from_module,
+    "transformers": lambda folder: hf.load(str(folder)),
+}
+"""What opens a model folder, by the format that it is marked with."""
+
+
+def _reader(config: Any, folder: Path) -> Callable[[Path], nn.Module]:
+    """By the marker; without one, our GPT opens the Llamas that it computes, and transformers all else."""
+    if not isinstance(config, dict):
+        raise CheckpointError(f"`{folder / 'config.json'}` is not a JSON object")
+    if MARKER not in config:
+        return READERS["gpt" if llama.supports(config) else "transformers"]
+    mark = config[MARKER]
+    form = mark.get("format", "module") if isinstance(mark, dict) else mark  # the first version wrote no format
+    if form not in READERS:
+        raise CheckpointError(
+            f"`{folder}` has the format {form!r}, this version reads {', '.join(READERS)}",
+            hint="install a newer version of shoestring",
+        )
+    return READERS[form]

@@ -167,7 +167,7 @@ def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
     state = get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not job.world.first:
         return None
-    whole = build.model(made_by["model"], made_by["arguments"], made_by["offered"])
+    whole = build.model(made_by["model"], made_by["arguments"], made_by["offered"], weights=False)
     whole.load_state_dict(state)
     return whole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from shoestring.build import resolve
-from shoestring.core.errors import DataError
+from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import Batch
 from shoestring.core.world import World
 from shoestring.data.corpus import Corpus, prepare
+from shoestring.data.tokenizer import load_tokenizer
+from shoestring.models import hf
 from shoestring.run import Run
 
 
@@ -49,16 +51,46 @@ def feed(run: Run, world: World, folder: Path) -> Feed:
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
-    if ":" in run.settings.data and not run.settings.data.startswith("hf:"):
+    if is_own(run.settings.data):
         return _own(run, world)
+    settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     first = _first_there(world, folder)
-    prepared = world.agree(lambda: prepare(run.settings.data, run.data, folder) if first else None)
-    corpus = world.agree(lambda: prepared or prepare(run.settings.data, run.data, folder))
+    prepared = world.agree(lambda: prepare(run.settings.data, settings, folder) if first else None)
+    corpus = world.agree(lambda: prepared or prepare(run.settings.data, settings, folder))
     if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
         raise DataError(
             f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
         )
     return Feed(corpus.train, corpus.held_out, corpus)
+
+
+def is_own(source: str) -> bool:
+    """Whether `run.data` names a data set of the user's own, `package.module:callable`."""
+    return ":" in source and not source.startswith("hf:")
+
+
+def tokenizer_of(run: Run) -> str:
+    """`data.tokenizer`, or the path of the model's where it is `model`.
+
+    Raises:
+        ConfigError: an `hf:` model, which knows its own tokens only, would be given others.
+        DataError: the model's tokenizer cannot be used.
+    """
+    chosen, target = run.data.tokenizer, run.settings.model
+    if not target.startswith(hf.PREFIX):
+        if chosen == "model":
+            raise ConfigError(f"`{target}` has no tokenizer of its own", hint='set data.tokenizer = "bpe"')
+        return chosen
+    path = hf.file_of(target.removeprefix(hf.PREFIX), "tokenizer.json")
+    if path is None:
+        if chosen == "model":
+            raise ConfigError(f"`{target}` has no tokenizer.json", hint="write one with AutoTokenizer.save_pretrained")
+        return chosen
+    if chosen == "model":
+        return str(path)
+    if chosen in ("bpe", "bytes") or load_tokenizer(Path(chosen)).hash != load_tokenizer(path).hash:
+        raise ConfigError(f"`{target}` was made with another tokenizer", hint='set data.tokenizer = "model"')
+    return chosen
 
 
 def _first_there(world: World, folder: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from shoestring import build
 from shoestring import run as runs
@@ -20,6 +21,7 @@ from shoestring.checkpoint.files import Files
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.files import write_atomic
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
+from shoestring.models import hf
 from shoestring.models.gpt import GPT
 
 Way = Literal["safetensors", "dcp", "hf"]
@@ -69,13 +71,16 @@ def known(archive: Archive) -> Known:
     path = archive.run / "tokenizer.json"
     tokenizer = load_tokenizer(path) if path.is_file() else None
     offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
-    return Known({"model": run.settings.model, "arguments": dict(run.model), "offered": offered}, tokenizer)
+    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
+    if (archive.run / build.PRETRAINED).is_dir():
+        made_by["model"] = f"{hf.PREFIX}{archive.run / build.PRETRAINED}"
+    return Known(made_by, tokenizer)
 
 
 def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
     """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
     of = known(archive)
-    model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
+    model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
     if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
         raise CheckpointError(f"`{of.made_by['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
     state = {name: stored.read() for name, stored in _model(content).items()}
@@ -89,26 +94,30 @@ def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None
 
 def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     """Weights under their own names; with what is needed to build the model from them, where the run folder says it."""
-    tensors, of = _model(content), None
+    tensors, of, model = _model(content), None, None
     with suppress(ShoestringError):
         of = known(archive)
-        for name in _twins(of) & tensors.keys():
+        with torch.device("meta"):
+            model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
+        for name in _twins(model) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
-    if of is not None:
-        write_atomic(to / "config.json", json.dumps({build.MARKER: of.made_by}, indent=2).encode())
-        if of.tokenizer is not None:
-            of.tokenizer.save(to / "tokenizer.json")
+    if of is None:
+        return
+    if model is not None and hf.is_pretrained(model):
+        hf.save_config(model, to, build.TRANSFORMERS)
+    else:
+        write_atomic(to / "config.json", json.dumps(build.marked(of.made_by), indent=2).encode())
+    if of.tokenizer is not None:
+        build.save_tokenizer(of.tokenizer, to, of.made_by)
 
 
 def _model(content: exports.Saved) -> dict[str, exports.Stored]:
     return {name: stored for name, stored in content.state("model").items() if isinstance(stored, exports.Stored)}
 
 
-def _twins(of: Known) -> set[str]:
+def _twins(model: nn.Module) -> set[str]:
     """Names of weights that have another name, too, which comes first."""
-    with torch.device("meta"):
-        model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
     named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return set(named) - {name for name, _ in model.named_parameters()}
 

@@ -33,7 +33,8 @@ class Settings:
     """The table [run]."""
 
     model: str = "shoestring.models.gpt:tiny"
-    """What to train: `package.module:callable` that returns an nn.Module; its arguments stand in [model]."""
+    """What to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
+    transformers loads by that path or name; [model] holds its arguments."""
     data: str = "python-stdlib"
     """`python-stdlib`, paths or globs of .txt and .jsonl, a .tokens file, `hf:NAME`, or `package.module:callable`."""
     loss: str = ""

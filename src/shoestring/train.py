@@ -49,6 +49,7 @@ def train(run: Run, world: World) -> ending.Result:
         if world.first:
             stack.callback(folder.release, path)
         data = feed(run, world, path)
+        world.agree(lambda: build.remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(made(run, world, data, trace))
         loader = loader_of(run, world, data)

@@ -22,7 +22,8 @@ class Data:
     field: str = "text"
     """Field of a .jsonl line or of a Hugging Face data set that holds the text."""
     tokenizer: str = "bpe"
-    """`bpe` (byte-level, trained on the corpus), `bytes`, or the path of a tokenizer.json."""
+    """`bpe` (byte-level, trained on the corpus), `bytes`, `model` (the tokenizer of an `hf:` model), or the path of a
+    tokenizer.json."""
     vocabulary: int = 2048
     """Size of the trained vocabulary: 256 bytes, the end-of-text token and at least one merge."""
     sequence: int = 256

@@ -17,7 +17,7 @@ import numpy as np
 from shoestring.core.errors import DataError
 from shoestring.data import Data
 from shoestring.data.sources import Document, Source, open_source
-from shoestring.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
+from shoestring.data.tokenizer import COMPANIONS, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
 from shoestring.data.tokens import Header, TokenDataset, TokenWriter, read_header, verify
 
 _SAMPLE = 8 << 20
@@ -113,8 +113,9 @@ def _open(folder: Path, settings: Data) -> Corpus:
 def _recipe(reader: Source, settings: Data) -> str:
     """Hash of everything the token files depend on."""
     made_from = {name: value for name, value in asdict(settings).items() if name not in ("sequence", "workers")}
-    tokenizer = Path(settings.tokenizer)
-    content = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    path = Path(settings.tokenizer)
+    files = [each for each in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and each.is_file()]
+    content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else ""
     table = [made_from, content, _SAMPLE, reader.identity()]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 

@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import tokenizers
@@ -24,6 +25,8 @@ from shoestring.data import BYTES
 
 END = "<|endoftext|>"
 """The token before every document."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files beside a tokenizer.json that transformers reads with it: special tokens and the chat template."""
 _ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 _PROBE = " Ab\t c\r\n\n  d  é ß 漢字 🙂 <|endoftext|> don't 0123 \u200b~"
 
@@ -33,17 +36,29 @@ class Tokenizer:
 
     A text that spells the end-of-text token is encoded as ordinary characters: text can never end a document.
 
+    Args:
+        origin: what errors call it.
+        companions: the content of the files beside its own, by `COMPANIONS`; they stay with it wherever it is saved,
+            and the `eos_token` that they name is its end-of-text token.
+
     Raises:
         DataError: the tokenizer has no end-of-text token, or loses text (bits per byte would be wrong).
     """
 
-    def __init__(self, engine: tokenizers.Tokenizer, origin: str = "the tokenizer") -> None:
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        origin: str = "the tokenizer",
+        companions: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         engine.encode_special_tokens = True
         engine.no_padding()
         engine.no_truncation()
         self.engine = engine
         self.vocab_size: int = engine.get_vocab_size()
-        end = next((token for token in map(engine.token_to_id, _ENDS) if token is not None), None)
+        self.companions = dict(companions)
+        ends = (*_named_end(self.companions, origin), *_ENDS)
+        end = next((token for token in map(engine.token_to_id, ends) if token is not None), None)
         if end is None:
             raise DataError(f"{origin} has no end-of-text token", hint=f"add one of {', '.join(_ENDS)}")
         self.end_of_text: int = end
@@ -82,8 +97,36 @@ class Tokenizer:
             return self.engine.decode_batch(kept, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json, complete or not at all."""
+        """Write tokenizer.json, complete or not at all, and its companions beside it."""
+        for name in COMPANIONS:
+            if name in self.companions:
+                write_atomic(path.with_name(name), self.companions[name])
+            else:
+                path.with_name(name).unlink(missing_ok=True)
         write_atomic(path, self.engine.to_str(pretty=True).encode())
+
+    def save_pretrained(self, folder: Path, context: int) -> None:
+        """Write what transformers' AutoTokenizer needs to encode texts of up to `context` tokens to the same ids."""
+        self.save(folder / "tokenizer.json")
+        if "tokenizer_config.json" in self.companions:
+            return
+        table = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # any other class would build its own rules for splitting
+            "eos_token": self.engine.id_to_token(self.end_of_text),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context,
+        }
+        write_atomic(folder / "tokenizer_config.json", json.dumps(table, indent=2).encode())
+
+
+def _named_end(companions: Mapping[str, bytes], origin: str) -> list[str]:
+    """The end-of-text token that tokenizer_config.json names, if it does."""
+    try:
+        token = json.loads(companions.get("tokenizer_config.json", b"{}")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"the tokenizer_config.json of {origin} is not a JSON object: {error}") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
 
 
 @contextlib.contextmanager
@@ -159,4 +202,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
         engine = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the engine raises bare `Exception` for whatever is wrong with the file
         raise DataError(f"{path} is not a tokenizer.json: {error}", hint="save one with `tokenizers`") from error
-    return Tokenizer(engine, str(path))
+    beside = {name: path.with_name(name) for name in COMPANIONS}
+    return Tokenizer(engine, str(path), {name: file.read_bytes() for name, file in beside.items() if file.is_file()})

@@ -84,7 +84,8 @@ def save_state(
         index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         size = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-    _write_json(folder / CONFIG, to_llama_config(config, next(iter(tensors.values())).dtype))
+    marker = {"shoestring": {"format": "gpt"}}  # so that this reader opens it again, see `build.READERS`
+    _write_json(folder / CONFIG, to_llama_config(config, next(iter(tensors.values())).dtype) | marker)
 
 
 def load_pretrained(folder: Path) -> GPT:
@@ -169,6 +170,15 @@ def from_llama_config(given: Mapping[str, Any], where: str) -> GPTConfig:
             hint=f"only hidden_size / heads = {config.head_dim} is supported",
         )
     return config
+
+
+def supports(given: Mapping[str, Any]) -> bool:
+    """Whether `GPT` computes what a `config.json` describes."""
+    try:
+        from_llama_config(given, CONFIG)
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_supported(given: Mapping[str, Any], where: str) -> None:

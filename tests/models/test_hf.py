@@ -1,0 +1,323 @@
+"""Models of transformers: trained by name, exported so that transformers computes the same, refused in one line."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoestring import build
+from shoestring.cli import main
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.world import World
+from shoestring.data.tokenizer import byte_tokenizer, train_bpe
+from shoestring.feed import tokenizer_of
+from shoestring.models import hf
+from shoestring.run import load
+from shoestring.testing.pool import Pool
+from shoestring.train import train
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 270,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=270, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=256, eos_token_id=256
+    ),
+}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|endoftext|>",
+    "model_max_length": 32,
+    "chat_template": TEMPLATE,
+}
+
+
+def write(folder, kind, tokenizer=True):
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(folder)
+    if tokenizer:
+        byte_tokenizer().save(folder / "tokenizer.json")
+        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pretrained")
+    return {kind: write(root / kind, kind) for kind in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps over the lazy dog. " * 4)
+    return str(folder / "*.txt")
+
+
+def run_file(folder, source, corpus, **tables):
+    run = {
+        "model": f"hf:{source}",
+        "data": corpus,
+        "steps": 3,
+        "batch": 4,
+        "prompts": ["a"],
+        "folder": str(folder / "run"),
+    }
+    document = {"run": run, "data": {"tokenizer": "model", "sequence": 16, "held_out": 0.3}} | tables
+    lines = []
+    for table, values in document.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    path = folder / "run.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def tokens():
+    return torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
+
+
+def reloaded(folder):
+    """As any user of transformers loads it, with nothing missing."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp_path, capsys):
+    source, run = shutil.copytree(pretrained[kind], tmp_path / "source"), tmp_path / "run"
+    file = run_file(tmp_path, source, corpus)
+    assert main(["check", str(file)]) == 0
+    assert "activations of 4 samples" in capsys.readouterr().out
+    assert main(["train", str(file)]) == 0
+    trained = reloaded(run / "model")
+    assert (logits(trained) - logits(reloaded(pretrained[kind]))).abs().max() > 1e-3  # the starting weights moved
+    ours, _ = build.load_model(run)
+    assert type(ours) is type(trained) and torch.equal(logits(ours), logits(trained))
+    assert trained.config.use_cache == reloaded(pretrained[kind]).config.use_cache
+
+    shutil.rmtree(run / "model")  # as in a run that was killed; and then it moves, and what it began with is gone
+    shutil.rmtree(source)
+    moved = tmp_path / "elsewhere"
+    run.rename(moved)
+    for way in ("hf", "safetensors"):
+        out = tmp_path / way
+        assert main(["checkpoint", "export", str(moved), "--to", str(out), "--as", way]) == 0
+        assert torch.equal(logits(reloaded(out)), logits(trained))
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+        assert type(build.load_model(out)[0]) is type(trained)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "hf"), "--prompt", "the ", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
+    assert main(["generate", f"hf:{pretrained[kind]}", "--prompt", "the ", "--tokens", "5"]) == 0
+
+
+def test_training_begins_with_the_weights_of_the_folder(pretrained):
+    built = build.model(f"hf:{pretrained['llama']}", {}, {"vocab_size": 257, "context": 16}, seed=5)
+    assert torch.equal(logits(built), logits(reloaded(pretrained["llama"])))
+    assert next(built.parameters()).dtype == torch.float32
+    assert built(tokens()).past_key_values is None  # recomputing a layer would add to it again
+    half = build.model(f"hf:{pretrained['llama']}", {"dtype": "bfloat16", "attention_dropout": 0.5}, {})
+    assert next(half.parameters()).dtype == torch.bfloat16 and half.config.attention_dropout == 0.5
+
+
+def sharded(source, folder):
+    run = load(source, ["--parallel.fsdp", "{}", "--folder", folder])
+    import torch.distributed as dist
+
+    result = train(run, World(rank=dist.get_rank(), size=2, local_rank=dist.get_rank(), local_size=2))
+    return result.status
+
+
+@pytest.mark.slow
+def test_a_sharded_model_with_tied_weights_is_exported_whole(pretrained, corpus, tmp_path):
+    file = run_file(tmp_path, pretrained["qwen"], corpus)
+    with Pool(2, timeout=120) as pool:
+        assert pool.call(sharded, source=str(file), folder=str(tmp_path / "two")) == ["finished"] * 2
+    assert main(["train", str(file)]) == 0
+    one, two = (reloaded(tmp_path / name / "model") for name in ("run", "two"))
+    assert (logits(one) - logits(two)).abs().max() < 1e-4
+    assert two.lm_head.weight is two.model.embed_tokens.weight
+
+
+def test_recomputing_layers_changes_nothing(pretrained, corpus, tmp_path):
+    for name, tables in (("plain", {}), ("recompute", {"memory.recompute": {}})):
+        (tmp_path / name).mkdir()
+        assert main(["train", str(run_file(tmp_path / name, pretrained["llama"], corpus, **tables))]) == 0
+    plain, again = (reloaded(tmp_path / name / "run/model") for name in ("plain", "recompute"))
+    assert torch.equal(logits(plain), logits(again))
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_takes_its_chat_template_and_special_tokens_along(pretrained, corpus, tmp_path):
+    """Also with our GPT, and where the template is a file of its own."""
+    source = shutil.copytree(pretrained["llama"], tmp_path / "source")
+    (source / "chat_template.jinja").write_text(TEMPLATE.upper())
+    shape = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 32}
+    data = {"tokenizer": str(source / "tokenizer.json"), "sequence": 16, "held_out": 0.3}
+    file = run_file(tmp_path, "", corpus, model=shape, data=data)
+    assert main(["train", str(file), "--model", "shoestring.models.gpt:tiny"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 256)
+    assert tokenizer.chat_template == TEMPLATE.upper()
+
+
+def test_transformers_encodes_as_the_tokenizer_that_was_trained_here(tmp_path):
+    trained = train_bpe(["hello world, hello tokenizers\n" * 20], 280)
+    shape = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 32}
+    model = build.model("shoestring.models.gpt:tiny", shape, {"vocab_size": 280, "context": 16})
+    build.save_model(model, trained, tmp_path, {"model": "", "arguments": {}, "offered": {"context": 16}})
+    theirs, text = transformers.AutoTokenizer.from_pretrained(tmp_path), "Hello  wörld,\n hello"
+    assert theirs.encode(text) == trained.encode(text) and theirs.decode(theirs.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.model_max_length) == (trained.end_of_text, 16)
+    assert reloaded(tmp_path).generation_config.eos_token_id == trained.end_of_text
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "message"),
+    [
+        ("hf:{llama}", "bpe", "was made with another tokenizer"),
+        ("hf:{llama}", "bytes", "was made with another tokenizer"),
+        ("hf:{llama}", "{other}", "was made with another tokenizer"),
+        ("hf:{llama}", "{llama}/tokenizer.json", None),
+        ("hf:{llama}", "model", None),
+        ("hf:{bare}", "model", "has no tokenizer.json"),
+        ("hf:{bare}", "bytes", None),
+        ("shoestring.models.gpt:tiny", "model", "has no tokenizer of its own"),
+    ],
+)
+def test_a_model_is_given_its_own_tokens_only(model, tokenizer, message, pretrained, corpus, tmp_path):
+    train_bpe(["another"], 258).save(tmp_path / "other.json")
+    names = {**pretrained, "bare": write(tmp_path / "bare", "llama", tokenizer=False), "other": tmp_path / "other.json"}
+    file = run_file(tmp_path, "", corpus)
+    run = load(str(file), ["--model", model.format(**names), "--data.tokenizer", tokenizer.format(**names)])
+    if message is None:
+        assert tokenizer_of(run) == tokenizer.format(**names).replace("model", f"{pretrained['llama']}/tokenizer.json")
+        return
+    with pytest.raises(ConfigError, match=message):
+        tokenizer_of(run)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def without(name):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def cut(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:200])
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def edited(**entries):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | entries))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "offered", "message"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight"), {}, {}, "missing tensor model.layers.1.mlp.up_proj.weight"),
+        (cut, {}, {}, "cannot load `hf:"),
+        (edited(hidden_size=32), {}, {}, "cannot load `hf:"),
+        (edited(model_type="nonsense"), {}, {}, "cannot load `hf:.*nonsense"),
+        (edited(auto_map={"AutoModelForCausalLM": "code.Model"}, model_type="mine"), {}, {}, "cannot load `hf:"),
+        (lambda folder: (folder / "config.json").unlink(), {}, {}, "cannot load `hf:"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            {},
+            {},
+            "cannot load `hf:",
+        ),
+        (lambda folder: None, {"atention_dropout": 0.1}, {}, "has no setting `atention_dropout`"),
+        (lambda folder: None, {"trust_remote_code": True}, {}, "has no setting `trust_remote_code`"),
+        (lambda folder: None, {"dtype": "int8"}, {}, "`model.dtype` is 'int8'"),
+        (lambda folder: None, {}, {"vocab_size": 271}, "knows 270 tokens, fewer than the 271"),
+        (lambda folder: None, {}, {"context": 33}, "reads 32 tokens, fewer than the 33"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(change, arguments, offered, message, pretrained, tmp_path):
+    folder = shutil.copytree(pretrained["llama"], tmp_path / "model")
+    change(folder)
+    with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
+        build.model(f"hf:{folder}", arguments, offered)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nosuch", "a/b/c", ""])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_network(name):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        build.model(f"hf:{name}", {}, {})
+
+
+def test_an_interrupted_export_over_a_model_is_not_a_model(pretrained, tmp_path, monkeypatch):
+    folder = shutil.copytree(pretrained["llama"], tmp_path / "model")
+    model = build.model(f"hf:{folder}", {}, {})
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space"):
+        hf.save(model, folder, {})
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.undo()
+    monkeypatch.setattr(hf, "write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        hf.save(model, folder, {})
+    with pytest.raises(CheckpointError, match="holds no model"):
+        build.load_model(folder)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tmp_path):
+    for kind, form in (("llama", "GPT"), ("gpt2", "GPT2LMHeadModel"), ("qwen", "Qwen3ForCausalLM")):
+        assert type(build.load_model(pretrained[kind])[0]).__name__ == form  # of transformers, without a mark
+    folder = shutil.copytree(pretrained["llama"], tmp_path / "llama")
+    edited(shoestring={"format": "transformers"})(folder)
+    assert type(build.load_model(folder)[0]).__name__ == "LlamaForCausalLM"
+    edited(shoestring={"format": "int4"})(folder)
+    with pytest.raises(CheckpointError, match="has the format 'int4', this version reads gpt, module, transformers"):
+        build.load_model(folder)
