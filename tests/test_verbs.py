@@ -1,6 +1,8 @@
 """The verbs as a user types them, on a model small enough to train in a second."""
 
 import json
+import re
+import resource
 import subprocess
 import sys
 import zipfile
@@ -175,3 +177,90 @@ def test_the_wheel_has_recipes_and_page_and_runs_away_from_the_repository(tmp_pa
     assert "parallel" not in shown
     assert "optim.schedule" in shown
     assert (tmp_path / "site/shoestring/report/web/uplot/LICENSE").is_file()
+
+
+def test_version_is_said_without_torch():
+    code = "import sys; from shoestring.cli import main\nmain(['--version']); print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"shoestring \d\S*, torch \d\S*, Python \d\S*\nFalse\n", shown)
+
+
+def test_help_takes_no_more_than_its_imports_need():
+    """At most 0.3 s of a calm machine; here, in processor time beside an interpreter that does nothing."""
+
+    def seconds(*arguments):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    nothing = min(seconds("-c", "import argparse, typing, dataclasses, inspect, tomllib") for _ in range(3))
+    helped = min(seconds("-m", "shoestring", "--help") for _ in range(3))
+    assert helped < max(0.3, 8 * nothing), (helped, nothing)
+
+
+def test_a_technique_is_turned_on_by_its_name_alone(trained, capsys):
+    assert main(["check", str(trained[0]), "--comm.bf16", "--optim.clip", "--run.steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "[comm.bf16]" in out and "[optim.clip]" in out and "steps = 7" in out
+    for flag in ("--optim.clip.max_norm", "--run.baselines"):
+        assert main(["check", str(trained[0]), flag]) == 2
+        assert f"`{flag}` needs a value" in capsys.readouterr().err
+
+
+def test_a_mark_before_the_text_of_a_run_file_is_passed_over(trained, tmp_path, capsys):
+    (tmp_path / "marked.toml").write_text(trained[0].read_text(), encoding="utf-8-sig")
+    assert main(["check", str(tmp_path / "marked.toml")]) == 0
+
+
+def test_generate_prints_nothing_before_an_error(trained, capsys, tmp_path):
+    for flags in (["--seed", str(2**70)], ["--seed", "-1"], ["--temperature", "-1"], ["--top-p", "0"]):
+        assert main(["generate", str(trained[1]), "--prompt", "the ", *flags]) == 2
+        out, said = capsys.readouterr()
+        assert out == "" and said.startswith("error: ") and "Traceback" not in said
+    assert main(["generate", str(tmp_path), "--prompt", "the "]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_arguments_that_are_not_utf8_are_refused(trained, capsys):
+    broken = b"caf\xe9".decode(errors="surrogateescape")
+    assert main(["generate", str(trained[1]), "--prompt", broken]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+    assert main(["train", str(trained[0]), "--run.prompts", f'["{broken}"]']) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", LONG],
+        ["train", f"{LONG}.toml"],
+        ["train", "{run}", "--run.folder", LONG],
+        ["train", "{run}", "--run.folder", "{run}.new", "--run.data", f"{LONG}.txt"],
+        ["train", "{run}", "--run.folder", "{run}.new", "--run.resume", LONG],
+        ["check", LONG],
+        ["generate", LONG],
+        ["report", LONG],
+        ["compare", LONG, LONG],
+        ["checkpoint", "ls", LONG],
+        ["checkpoint", "prune", LONG, "--keep", "1"],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),
+)
+def test_names_that_no_file_can_have_are_one_line(trained, tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert main([each.format(run=trained[0]) for each in arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "Traceback" not in said
+
+
+def test_prune_of_nothing_is_an_error(tmp_path, capsys):
+    assert main(["checkpoint", "prune", str(tmp_path / "nosuch"), "--keep", "1"]) == 2
+    assert "holds no save" in capsys.readouterr().err
+
+
+def test_the_largest_seed_trains(trained, tmp_path):
+    assert main(["train", str(trained[0]), "--folder", str(tmp_path / "run"), "--run.seed", str(2**63 - 1)]) == 0

@@ -296,7 +296,7 @@ def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
 
     Raises:
         ConfigError: nothing would be kept.
-        CheckpointError: what would be kept is damaged, or the run is not dead.
+        CheckpointError: there is nothing, what would be kept is damaged, or the run is not dead.
     """
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, got {keep}")
@@ -304,7 +304,8 @@ def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
     if memory and going:
         listed = ", ".join(map(str, going))
         raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
-    there = [save for save in archive.found() if save.level == DISK]
+    every = archive.found() if memory and archive.memory.exists() else archive.some()
+    there = [save for save in every if save.level == DISK]
     good = [save for save in there if not save.state.startswith(("not", "damaged"))]
     for save in good[:keep]:
         if wrong := verify(save):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -19,6 +22,7 @@ from shoestring.core.errors import ConfigError, PeerError, ShoestringError, near
 from shoestring.saves import Checkpoint
 
 Workers = int | Literal["auto"]
+UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Train:
     workers: Workers = 0
     """Processes on this host: 0 is one a GPU, or one on a CPU; auto is one a GPU, or up to two on a CPU."""
     restarts: int = 0
-    """How often to start all workers again after one died; set run.resume to "auto" with it."""
+    """How often to start all workers again after one died; set run.resume to "auto" with it. User errors are final."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
@@ -40,7 +44,7 @@ class Train:
         if workers > 1:
             from shoestring.launch import launch
 
-            return launch(["train", self.source, *overrides], workers, self.restarts)
+            return launch([*_debugging(), "train", self.source, *overrides], workers, self.restarts)
         from shoestring.joining import join
         from shoestring.train import train
 
@@ -87,7 +91,7 @@ class Plan:
             from shoestring.launch import launch
 
             given = ["--out", str(self.out)] if self.out else []
-            return launch(["plan", self.source, *given, *overrides], workers)
+            return launch([*_debugging(), "plan", self.source, *given, *overrides], workers)
         from shoestring.joining import join
         from shoestring.planner import beside, described, plan, write
 
@@ -124,12 +128,11 @@ class Generate:
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.generation import stream
 
-        sys.stdout.write(self.prompt)
-        for piece in stream(
-            self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed
-        ):  # fmt: skip
-            sys.stdout.write(piece)
+        pieces = stream(self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        sys.stdout.write(self.prompt + next(pieces, ""))  # whatever is wrong shows before anything is printed
+        for piece in pieces:
             sys.stdout.flush()
+            sys.stdout.write(piece)
         sys.stdout.write("\n")
         return 0
 
@@ -148,7 +151,7 @@ class Probe:
         if workers > 1:
             from shoestring.launch import launch
 
-            return launch(["probe", "--out", str(self.out)], workers)
+            return launch([*_debugging(), "probe", "--out", str(self.out)], workers)
         from shoestring.joining import join
         from shoestring.probe import described, probe, write
 
@@ -232,15 +235,21 @@ VERBS |= {"report": Report, "lab": Lab, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code. User errors are one line on stderr and code 2."""
+    """Run one verb; the exit code. User errors are one line on stderr and code 2, with `--debug` a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--version"]:
+        print(f"shoestring {version('shoestring')}, torch {version('torch')}, Python {platform.python_version()}")
+        return 0
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, behind = arguments[:cut], arguments[cut + 1 :]
     debug = "--debug" in arguments
     arguments = [each for each in arguments if each != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("shoestring").setLevel(logging.DEBUG if debug else logging.INFO)
     sys.path.insert(0, str(Path.cwd()))
     try:
+        for argument in (*arguments, *behind):
+            _check_utf8(argument)
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(f"there is no verb `{arguments[0]}`", hint=nearest(arguments[0], VERBS))
         verb, rest = tyro.cli(
@@ -258,10 +267,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(error)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if debug or error.errno not in UNUSABLE or error.filename is None:
+            raise
+        return _fail(ConfigError(f"cannot use `{_short(str(error.filename))}`: {error.strerror}"))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _debugging() -> list[str]:
+    """The flag for the workers, where it was given here."""
+    return ["--debug"] if logging.getLogger("shoestring").isEnabledFor(logging.DEBUG) else []
+
+
+def _check_utf8(argument: str) -> None:
+    try:
+        argument.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the argument {argument!r} is not UTF-8") from error
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:40]}…{name[-20:]}"
 
 
 def _verbs() -> Any:

@@ -18,6 +18,8 @@ def stream(
     Raises:
         CheckpointError: `path` holds no model. ConfigError: no tokenizer with it, or an argument out of range.
     """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed must be at least 0 and below 2**63, got {seed}")
     model, tokenizer = load_model(path)
     if tokenizer is None:
         raise ConfigError(f"`{path}` has no tokenizer.json", hint="copy the model's tokenizer.json there")

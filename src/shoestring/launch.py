@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoestring.core._torch import Store, TCPStore
+from shoestring.core.errors import ShoestringError
 
 LOOPBACK = "127.0.0.1"
 GRACE = 600  # seconds that workers have to finish their step and save after a signal; 30 before torch 2.12
@@ -75,7 +76,8 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `python -m shoestring COMMAND` as `workers` ranks of this host.
 
     Args:
-        restarts: how often all workers are started again after one of them died.
+        restarts: how often all workers are started again after one of them died. An error that the user has to mend
+            (exit code 2) would only come again.
 
     Returns:
         The exit code: 0, that of the worker that failed first, or 128 + the signal that ended all.
@@ -90,19 +92,25 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         run_id=f"shoestring-{os.getpid()}",
         rdzv_backend="shoestring-local",
         rdzv_endpoint=LOOPBACK,
-        max_restarts=restarts,
+        max_restarts=0,  # the agent would also start again what cannot succeed
         monitor_interval=0.1,
         local_addr=LOOPBACK,
         **_GRACE,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    try:
-        elastic_launch(config, sys.executable)("-m", "shoestring", *command)
-    except ChildFailedError as error:
-        return _explain(error)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+    code = 0
+    for _ in range(restarts + 1):
+        try:
+            elastic_launch(config, sys.executable)("-m", "shoestring", *command)
+        except ChildFailedError as error:
+            code = _explain(error)
+            if code == ShoestringError.code:
+                break
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        else:
+            return 0
+    return code
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -120,6 +128,6 @@ def _explain(error: ChildFailedError) -> int:
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
-    if failure.exitcode == 2:
+    if failure.exitcode == ShoestringError.code:
         sys.stderr.write(f"{_own_words(failure.message)}\n")
     return failure.exitcode

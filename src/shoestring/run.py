@@ -142,7 +142,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Run:
     """
     path = locate(source)
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
     except OSError as error:
         raise ConfigError(f"cannot read `{source}`: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -174,7 +174,7 @@ def recipes() -> list[str]:
 def override(document: dict[str, Any], flags: Sequence[str]) -> None:
     """Apply `--area.technique.field value` (or `=value`) to a document; a name without dots belongs to [run].
 
-    Values are TOML, or plain strings where they are not.
+    Values are TOML, or plain strings where they are not. `--area.technique` alone turns the technique on.
     """
     rest = list(flags)
     while rest:
@@ -182,17 +182,20 @@ def override(document: dict[str, Any], flags: Sequence[str]) -> None:
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"unexpected argument `{flag}`", hint="overrides look like --area.technique.field value")
         name, equals, value = flag[2:].partition("=")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"`{flag}` needs a value", hint=f"for a switch: {flag} true")
-            value = rest.pop(0)
         *tables, key = name.replace("-", "_").split(".")
         table = document
         for each in tables or ["run"]:
             table = table.setdefault(each, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"`{flag}`: `{each}` is a value, not a table")
-        table[key] = _literal(value)
+        if equals:
+            table[key] = _literal(value)
+        elif rest and not rest[0].startswith("--"):
+            table[key] = _literal(rest.pop(0))
+        elif len(tables) == 1 and tables[0] not in TABLES:
+            table.setdefault(key, {})
+        else:
+            raise ConfigError(f"`{flag}` needs a value", hint=f"for a switch: {flag} true")
 
 
 def _literal(text: str) -> Any:

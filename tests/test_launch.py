@@ -1,0 +1,37 @@
+"""Several workers of one host: what the command line hands on to them, and when they are started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoestring.cli import main
+
+FAILING = """
+from pathlib import Path
+
+with Path("starts").open("a") as file:
+    file.write("start\\n")
+raise RuntimeError("on purpose")
+"""
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """A run whose model cannot be imported, which each worker finds out; the working folder counts their starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    (tmp_path / "run.toml").write_text('[run]\nmodel = "failing:model"\ndata = "text.txt"\n[data]\ntokenizer = "bytes"\n')
+    return tmp_path
+
+
+def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, capfd):
+    assert main(["train", "run.toml", "--workers", "2", "--restarts", "2"]) == 2
+    assert (failing / "starts").read_text().count("start") == 2  # once each
+    said = capfd.readouterr().err
+    assert said.count("error: ") == 1 and "RuntimeError: on purpose" in said and "Traceback" not in said
+
+
+def test_debug_reaches_workers(failing, capfd):
+    assert main(["train", "run.toml", "--workers", "2", "--debug"]) != 0
+    assert "Traceback" in capfd.readouterr().err
