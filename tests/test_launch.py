@@ -21,7 +21,9 @@ def failing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    (tmp_path / "run.toml").write_text('[run]\nmodel = "failing:model"\ndata = "text.txt"\n[data]\ntokenizer = "bytes"\n')
+    (tmp_path / "run.toml").write_text(
+        '[run]\nmodel = "failing:model"\ndata = "text.txt"\n[data]\ntokenizer = "bytes"\n'
+    )
     return tmp_path
 
 
