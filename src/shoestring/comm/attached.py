@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoestring.comm.coordinator import Coordinator
-from shoestring.comm.ddp import Arriving
+from shoestring.comm.coordinator import Coordinator, several
+from shoestring.comm.ddp import Arriving, in_memory_order
+from shoestring.comm.replicas import begin_equal, local
 from shoestring.comm.route import Route
-from shoestring.core._torch import rebucket
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import HOSTS, LOCAL, Phase, Seam
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoestring")
 
-LEAST = 2**20  # bytes of a bucket: that of DDP's first, which torch.compile takes for the smallest
 LOOK = 25  # steps between looks at the residuals, which are as large as the gradients
 
 
@@ -41,29 +39,17 @@ def install(job: Job, settings: Exchange) -> None:
     routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
     ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
     trained = {name: tensor for name, tensor in job.trained.items() if name not in ignored}
-    sizes = {name: _local(p).numel() * p.element_size() for name, p in trained.items()}
+    sizes = {name: local(tensor).numel() * tensor.element_size() for name, tensor in trained.items()}
     coordinator = Coordinator(routes, settings.selecting(), sizes, settings.parts, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
-        _early(job.model, sum(sizes.values()) // settings.parts)
-        arriving = Arriving(coordinator, {parameter: name for name, parameter in job.module.named_parameters()})
-        arriving.attach(job.model)
-        job.at(Phase.CLIP, arriving.take_back)
+        job.exits.callback(Arriving(coordinator, job.model, sum(sizes.values()) // settings.parts).detach)
     else:
-        _before_the_step(job, dimensions, coordinator)
+        _before_the_step(job, dimensions, coordinator, settings.name)
     sharded = job.engine == "fsdp" or routes[0].inner is not None
     kept = _Kept(coordinator, job.world.local_size if sharded else 1)
     job.keep(settings.name.split(".")[0], kept, across="own", merge=kept.merge)
     job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
-
-
-def _early(model: DistributedDataParallel, part: int) -> None:
-    """Let DDP hand over a part of so many bytes before the next is computed: two buckets a part, if its own are larger.
-
-    With DDP's usual 25 MB a small model has a single bucket, and nothing travels during the backward pass.
-    """
-    if model.bucket_bytes_cap > (nbytes := max(part // 2, LEAST)):
-        rebucket(model, nbytes)
 
 
 def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:
@@ -87,30 +73,48 @@ def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = No
     return job
 
 
-def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinator) -> None:
+def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinator, name: str) -> None:
     """Nobody keeps the models equal over these dimensions but the exchange; it comes before any clipping."""
-    if (group := job.world.group(dimensions)) is not None:
-        for tensor in [*job.model.parameters(), *job.model.buffers()]:
-            dist.broadcast(_local(tensor.detach()), group=group, group_src=0)
+    begin_equal([*job.model.parameters(), *job.model.buffers()], job.world.group(dimensions))
     job.exchange(dimensions)
-    job.at(Phase.CLIP, lambda: coordinator.exchange(dict(_gradients(job.module))))
+    job.at(Phase.CLIP, partial(_exchange, job, dict(job.trained), coordinator, name))
 
 
-def _gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of every gradient, with zeros where a rank had no use for a parameter that others may have."""
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        grad = _local(parameter.grad)
-        if not grad.is_contiguous():
-            raise AssertionError(f"the gradient of {name} is not contiguous")
-        yield name, grad
+def _exchange(job: Job, tensors: Mapping[str, Tensor], coordinator: Coordinator, name: str) -> None:
+    """Exchange the gradients of `tensors`, with zeros for one that a rank did not use, or has frozen meanwhile.
+
+    So ranks exchange the same whatever each of them uses. What comes for a frozen parameter stays owed.
+
+    Raises:
+        ConfigError: a parameter is trained now that was not when the exchange was attached, or is gone.
+    """
+    trained = job.trained
+    if new := [each for each in trained if each not in tensors]:
+        raise ConfigError(
+            f"trained now, but not when `{name}` was attached: {several(new)}", hint=f"attach `{name}` afterwards"
+        )
+    there = trained.keys() | dict(job.module.named_parameters()).keys()
+    if gone := [each for each in tensors if each not in there]:
+        raise ConfigError(
+            f"no longer in the model, as when `{name}` was attached: {several(gone)}", hint=f"attach `{name}` anew"
+        )
+    grads = {each: _gradient(trained.get(each), tensor) for each, tensor in tensors.items()}
+    dense = {each: in_memory_order(grad, like=local(tensors[each])) for each, grad in grads.items()}
+    coordinator.exchange(dense)
+    for each, grad in grads.items():
+        if each not in trained:
+            coordinator.take_back(each, dense[each])
+        elif grad.data_ptr() != dense[each].data_ptr():
+            grad.copy_(dense[each].as_strided(grad.shape, local(tensors[each]).stride()))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _gradient(trained: Tensor | None, before: Tensor) -> Tensor:
+    """This rank's part of a tensor's gradient, which from now on it has; of one that is frozen by now, zeros."""
+    if trained is None:
+        return torch.zeros_like(local(before))
+    if trained.grad is None:
+        trained.grad = torch.zeros_like(trained)
+    return local(trained.grad)
 
 
 class _Kept:

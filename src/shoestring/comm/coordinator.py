@@ -16,10 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +25,9 @@ from torch import Tensor
 
 from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.route import Route
+from shoestring.comm.wire import naming
+from shoestring.comm.worker import Task, Worker
+from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
 After = Callable[[Exception | None], None]
@@ -40,7 +41,10 @@ class Cohort:
     step: int = 0
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
-    ready: torch.Event | None = None
+    averaged: bool = False  # once exchanged: whether every rank's gradients were finite
+
+    def __str__(self) -> str:
+        return f"the exchange of {several(self.names)} at step {self.step}"
 
 
 class Channel:
@@ -50,45 +54,30 @@ class Channel:
     """
 
     def __init__(self, route: Route, codec: Codec, device: torch.device, *, threaded: bool) -> None:
-        self.route, self.codec, self.device = route, codec, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and threaded else None
-        self._queue: SimpleQueue[Cohort | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="shoestring-wire", daemon=True) if threaded else None
-        if self._thread is not None:
-            self._thread.start()
+        self.route, self.codec = route, codec
+        self.worker = Worker("shoestring-wire", device, threaded=threaded)
 
-    def submit(self, cohort: Cohort) -> None:
-        if self._thread is None:
-            self._run(cohort)
-            return
-        if self.stream is not None:
-            cohort.ready = torch.cuda.current_stream(self.device).record_event()
-        self._queue.put(cohort)
+    def submit(self, cohort: Cohort) -> Task[None]:
+        # Each stage is at most a collective by owners, which is two; the torus adds one before and one after them.
+        task = Task[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
+        return self.worker.submit(task, partial(self._run, cohort))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-        self.route.close()
-
-    def _work(self) -> None:
-        while (cohort := self._queue.get()) is not None:
-            self._run(cohort)
+        if self.worker.close():
+            self.route.close()
 
     def _run(self, cohort: Cohort) -> None:
-        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            if cohort.ready is not None:
-                cohort.ready.wait()
-            error = self._exchange(cohort)
-            for work in cohort.after:
-                work(error)
-
-    def _exchange(self, cohort: Cohort) -> Exception | None:
+        """Exchange a cohort, and tell those who wait for it; whoever waits for the result raises the error there."""
+        error = None
         try:
-            self.route.run(self.codec, cohort.grads, cohort.step)
-        except Exception as error:  # whoever waits for the result raises it there
-            return error
-        return None
+            with naming(str(cohort)):
+                cohort.averaged = self.route.run(self.codec, cohort.grads, cohort.step)
+        except Exception as caught:
+            error = caught
+        for work in cohort.after:
+            work(error)
+        if error is not None:
+            raise error
 
 
 class Coordinator:
@@ -111,11 +100,20 @@ class Coordinator:
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
+        self._running: list[Task[None]] = []
+        self._newest: dict[int, Cohort] = {}
         self._submitted = 0
 
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
+
+    def begin(self) -> None:
+        """A round begins; what is left of one that was broken off, by an error in a backward pass, is dropped."""
+        self._open.clear()
+        self._running.clear()
+        self._newest.clear()
+        self._submitted = 0
 
     def arrive(self, grads: Grads, after: After) -> None:
         """Take gradients; `after` is called on a channel's thread once all are averages, or with the error."""
@@ -123,6 +121,7 @@ class Coordinator:
         once = _last_of(len(parts), after)
         for part in parts:
             cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round))
+            self._newest[part] = cohort
             cohort.after.append(once)
         for name, grad in grads.items():
             cohort = self._open[self._part[name]]
@@ -130,16 +129,26 @@ class Coordinator:
             if len(cohort.grads) == len(cohort.names):
                 self._submit(self._open.pop(self._part[name]))
 
-    def exchange(self, grads: Grads) -> None:
-        """A whole round at once; returns when `grads` are averages.
+    def wait(self) -> None:
+        """Wait until all that has arrived in this round has been exchanged.
 
         Raises:
-            RuntimeError: from torch, when a rank is lost or late.
+            RuntimeError: from torch, when a rank is lost or late. PeerError: an exchange has not ended in time.
+            ShoestringError: some gradients have not arrived, so that those of their cohort cannot be exchanged.
         """
-        done: Future[None] = Future()
-        self.arrive(grads, lambda error: done.set_exception(error) if error else done.set_result(None))
+        missing = [name for cohort in self._open.values() for name in cohort.names if name not in cohort.grads]
+        if missing:
+            raise ShoestringError(f"no gradient of {several(missing)} has arrived in the backward pass")
+        running, self._running = self._running, []
         with span("exposed", "wait"):
-            done.result()
+            for task in running:
+                task.result()
+
+    def exchange(self, grads: Grads) -> None:
+        """A whole round at once; returns when `grads` are averages. Raises as `wait` does."""
+        self.begin()
+        self.arrive(grads, lambda _: None)
+        self.wait()
 
     def _submit(self, cohort: Cohort) -> None:
         cohort.grads = {name: cohort.grads[name] for name in cohort.names}
@@ -149,7 +158,7 @@ class Coordinator:
             cohort.after.insert(0, self._ended(time.perf_counter()))
             self._submitted = 0
             self.round += 1
-        channel.submit(cohort)
+        self._running.append(channel.submit(cohort))
 
     def _ended(self, arrived: float) -> After:
         def after(_: Exception | None) -> None:
@@ -158,8 +167,9 @@ class Coordinator:
         return after
 
     def take_back(self, name: str, delivered: Tensor) -> None:
-        """Owe again an average that could not be used."""
-        self.codec.take_back(name, self.channels[0].route.own(delivered))
+        """Owe again an average of this round that could not be used; one that is not finite took nothing from state."""
+        if self._newest[self._part[name]].averaged:
+            self.codec.take_back(name, self.channels[0].route.own(delivered))
 
     @property
     def sent(self) -> int:
@@ -188,6 +198,13 @@ def dealt(sizes: dict[str, int], parts: int) -> list[list[str]]:
         runs[-1].append(name)
         seen += sizes[name]
     return runs
+
+
+def several(names: Sequence[str]) -> str:
+    """Names in a sentence: all of two, the first and the last of more."""
+    if len(names) < 3:
+        return " and ".join(f"`{name}`" for name in names)
+    return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"
 
 
 def _last_of(count: int, after: After) -> After:

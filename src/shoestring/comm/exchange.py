@@ -73,6 +73,13 @@ class Exchange(Feature):
                 f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
             )
 
+        from shoestring.core._torch import has_hook
+
+        if has_hook(job.model):
+            raise ConfigError(
+                "DDP has a communication hook already, and takes only one",
+                hint=f"register none, or leave `{self.name}` out",
+            )
         sharded = {each for feature in job.features if feature.engine == "fsdp" for each in feature.over}
         if job.world.size > 1 and sharded >= {HOSTS, LOCAL}:
             raise ConfigError(

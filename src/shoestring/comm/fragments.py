@@ -7,13 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoestring.comm.dense import flattened, spread, views
+from shoestring.comm.replicas import local
 from shoestring.core._torch import foreach_copy_
 from shoestring.models.blocks import repeated
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def units(model: nn.Module) -> list[list[str]]:

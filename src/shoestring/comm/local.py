@@ -106,10 +106,10 @@ class LocalSteps(Feature):
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.comm.local_state import install
-        from shoestring.comm.local_steps import begin_equal
+        from shoestring.comm.replicas import begin_equal
 
         if seam is Seam.SHARD:
-            begin_equal(job, self)
+            begin_equal([*job.module.parameters(), *job.module.buffers()], job.world.group(self.over))
         elif job.world.ranks_over(self.over) > 1 or not self.idle:
             install(job, self)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.comm.local_steps import ASKED, Flight, Outer, flawed
+from shoestring.comm.worker import Task
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 
@@ -99,11 +100,10 @@ class Agreed:
             fragment.load(mean, named)
         device = means[0].device
         buffers = [buffer.to(device) for buffer in saved["buffers"]]
-        flight = Flight(saved["fragments"], saved["due"], saved["plain"], means, buffers)
         size, told = self.outer.job.world.size, saved["told"].clone()
         told[:, ASKED] = 0  # to stop the run that was saved
-        flight.told.set_result(told if len(told) == size else told.new_zeros(size, told.shape[1]))
-        return flight
+        told = told if len(told) == size else told.new_zeros(size, told.shape[1])
+        return Flight(saved["fragments"], saved["due"], saved["plain"], means, buffers, Task.of(told))
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Gather, Grads
 from shoestring.comm.dense import Dense
-from shoestring.comm.fragments import Fragment, local, shared_out
+from shoestring.comm.fragments import Fragment, shared_out
+from shoestring.comm.replicas import local
 from shoestring.comm.route import Route
-from shoestring.comm.wire import Wire
+from shoestring.comm.wire import Wire, naming
+from shoestring.comm.worker import Task, Worker
 from shoestring.core._torch import foreach_copy_
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import HOSTS, LOCAL
@@ -40,20 +41,6 @@ LOWER = "the last save is good; resume with a lower learning rate or with [optim
 ASKED, FAILED, BROKEN, TOKENS = range(4)  # to stop; its loss, at this step; its weights; targets since it last told
 
 
-def begin_equal(job: Job, settings: LocalSteps) -> None:
-    """All replicas begin with the first one's weights: those of different draws have no mean worth having."""
-    group = job.world.group(settings.over)
-    if group is None:
-        return
-    with torch.no_grad():
-        for tensor in [*job.module.parameters(), *job.module.buffers()]:
-            mine = local(tensor)
-            dense = mine.contiguous()
-            dist.broadcast(dense, group=group, group_src=0)
-            if dense is not mine:
-                mine.copy_(dense)
-
-
 # -- exchanges --------------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +53,7 @@ class Flight:
     plain: bool  # averaged, without the outer optimizer
     means: list[Tensor]
     buffers: list[Tensor]
-    told: Future[Tensor] = field(default_factory=Future)
+    told: Task[Tensor]
 
 
 class Link:
@@ -78,31 +65,26 @@ class Link:
         self.route = Route(world, (HOSTS,) if sharded else BOTH, torus=True)
         spare = self.route.outer.size == world.size
         self.council = self.route.outer if spare else Wire(world.group(BOTH), world.device)
-        self.device = world.device
-        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1, "shoestring-outer")
+        self.worker = Worker("shoestring-outer", world.device)
 
     def close(self) -> None:
-        self.thread.shutdown()
-        self.route.close()
-        self.council.close()
+        if self.worker.close():
+            self.route.close()
+            self.council.close()
 
     @property
     def sent(self) -> int:
         wires = {self.route.outer, self.council}
         return sum(wire.sent for wire in wires)
 
-    def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> Future[Tensor]:
+    def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> Task[Tensor]:
         """Turn all tensors into their means over the replicas, later; the result is all ranks' rows, on the CPU."""
-        ready = torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
-        return self.thread.submit(self._exchange, loads, row, step, ready)
+        collectives = 2 + sum(2 * codec.stages + 2 for codec, _ in loads)
+        task = Task[Tensor](f"the merge of the replicas that began at step {step}", collectives * self.council.timeout)
+        return self.worker.submit(task, partial(self._exchange, loads, row, step, task.what))
 
-    def _exchange(
-        self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int, ready: torch.Event | None
-    ) -> Tensor:
-        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            if ready is not None:
-                ready.wait()
+    def _exchange(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int, what: str) -> Tensor:
+        with naming(what):
             (rows,) = self.council.start([Gather(row)])()
             rows = rows.cpu()
             if not flawed(rows):  # what is not finite must not enter a residual
@@ -110,8 +92,6 @@ class Link:
                     held = {name: grad for name, grad in grads.items() if grad.numel()}
                     if held and not self.route.run(codec, held, step):
                         raise NonFiniteError(f"the mean of the replicas' steps overflowed at step {step}", hint=LOWER)
-            if self.stream is not None:
-                self.stream.synchronize()
             return rows
 
 
@@ -177,13 +157,12 @@ class Outer:
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False) -> None:
         means = [self.fragments[i].behind() for i in fragments]
         buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments else []
-        flight = Flight(fragments, due, plain, means, buffers)
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].named(mean)
         loads = [(self.dense if plain else self.codec, grads), (self.dense, enumerated(buffers))]
-        flight.told = self.link.send(loads, self._row(means), step)
-        self.flights.append(flight)
+        told = self.link.send(loads, self._row(means), step)
+        self.flights.append(Flight(fragments, due, plain, means, buffers, told))
 
     def _row(self, means: Sequence[Tensor]) -> Tensor:
         """What this rank tells; read by others only, so that an accelerator is not waited for."""

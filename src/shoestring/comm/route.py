@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.comm.codec import Codec, Grads
-from shoestring.comm.wire import Wire
+from shoestring.comm.wire import Wire, naming
 from shoestring.core._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.trace import span
@@ -38,6 +38,11 @@ class Route:
         """Ranks that a codec exchanges with."""
         return self.outer.size
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective waits for another rank."""
+        return self.outer.timeout
+
     def close(self) -> None:
         self.outer.close()
         if self.inner is not None:
@@ -47,10 +52,10 @@ class Route:
         """See `Wire.run`."""
         if self.inner is None:
             return self.outer.run(codec, grads, step)
-        with span("reduce-scatter", "wire"):
+        with span("reduce-scatter", "wire"), naming(f"reduce-scatter between the {self.inner.size} ranks of a host"):
             mine = scattered(self.inner, list(grads.values()))
         finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step)
-        with span("all-gather", "wire"):
+        with span("all-gather", "wire"), naming(f"all-gather between the {self.inner.size} ranks of a host"):
             gathered(self.inner, mine, list(grads.values()))
         return finite
 

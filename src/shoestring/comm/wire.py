@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Self
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn
 from shoestring.core._torch import all_gather_single, name_groups_from, timeout_of
+from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
@@ -35,6 +37,11 @@ class Wire:
         if group is not None:
             self.group = twin(group, device)
             self.rank, self.size = dist.get_rank(self.group), self.group.size()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective waits for another rank."""
+        return 0.0 if self.group is None else timeout_of(self.group).total_seconds()
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -73,14 +80,17 @@ class Wire:
 
         Raises (both): RuntimeError, from torch, when a rank is lost or late.
         """
+        if self.group is None and self.size > 1:
+            raise ShoestringError("an exchange between ranks was started after its job was closed")
         answers: list[Tensor | None] = [None] * len(requests)
         waits = [*self._means(requests, answers), *self._bytes(requests, answers)]
         marks = [span(name, "wire", nbytes).__enter__() for name, nbytes, _ in waits]
         self.sent += sum(nbytes for _, nbytes, _ in waits)
 
         def wait() -> list[Tensor]:
-            for mark, (_, _, finish) in zip(marks, waits, strict=True):
-                finish()
+            for mark, (name, nbytes, finish) in zip(marks, waits, strict=True):
+                with naming(f"{name} of {nbytes} bytes between {self.size} ranks"):
+                    finish()
                 mark.__exit__(None, None, None)
             return [answer for answer in answers if answer is not None]
 
@@ -157,10 +167,14 @@ class Wire:
 
 
 def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another process group of the same ranks; every rank of the world calls it, each with its own `group`."""
-    mine = dist.get_process_group_ranks(group)
+    """Another process group of the same ranks; every rank of the world calls it, each with its own `group`.
+
+    Its collectives wait as long as the world's do: groups of a device mesh have torch's default of half an hour.
+    """
+    mine, timeout = dist.get_process_group_ranks(group), timeout_of(dist.distributed_c10d._get_default_group())
     rows = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
-    all_gather_single(rows.view(-1), torch.tensor([mine[0], secrets.randbits(32)], device=device))
+    with naming("the process groups of an exchange, made by all ranks at once"):
+        all_gather_single(rows.view(-1), torch.tensor([mine[0], secrets.randbits(32)], device=device))
     parts: dict[int, list[int]] = {}
     for rank, first in enumerate(rows[:, 0].tolist()):
         parts.setdefault(first, []).append(rank)
@@ -168,11 +182,23 @@ def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     name_groups_from(int(rows[0, 1]) + 1_000_000)
     # Every rank makes every group. torch can leave out the others' (use_local_synchronization), but then names a new
     # group as it named one that is gone.
-    made = {first: dist.new_group(ranks, timeout_of(group)) for first, ranks in parts.items()}
-    own = made[mine[0]]
-    assert isinstance(own, dist.ProcessGroup)
-    dist.barrier(own)  # a rank that closes its group at once would cut off those that are still connecting to it
+    with naming("the process groups of an exchange, connecting"):
+        made = {first: dist.new_group(ranks, timeout) for first, ranks in parts.items()}
+        own = made[mine[0]]
+        assert isinstance(own, dist.ProcessGroup)
+        dist.barrier(own)  # a rank that closes its group at once would cut off those that are still connecting to it
     return own
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say of an exchange that fails inside, because a rank is lost or late, what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], object]:

@@ -50,14 +50,33 @@ def name_groups_from(number: int) -> None:
     dist.distributed_c10d._world.group_count = number
 
 
+def after_backward(work: Callable[[], None]) -> None:
+    """Do `work` at the end of the backward pass that runs now, after what was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(work)
+
+
+def has_hook(model: nn.Module) -> bool:
+    """Whether it is in DDP, with a communication hook."""
+    return isinstance(model, DistributedDataParallel) and bool(model._comm_hooks)
+
+
 def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
-    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only."""
+    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only.
+
+    It then exchanges the parameters that are trained now, and has no communication hook.
+    """
     model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
     if "_bucket_config" in vars(model):  # since torch 2.13
         model._bucket_config = replace(model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=nbytes)
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    model._comm_hooks.clear()
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False  # the new buckets have not seen the graph
+        model.reducer._set_static_graph()
+        assert model.logger is not None
+        model.logger._set_static_graph()
 
 
 def has_bf16_units() -> bool:

@@ -1,0 +1,166 @@
+"""What two ranks do in the tests of attaching to a program of one's own: close, freeze, add, leave layers unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from exchanges import Awkward, digest
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from shoestring.comm import attach
+from shoestring.comm.ddp import in_memory_order
+from shoestring.core.errors import ShoestringError
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.testing import scenarios
+
+Grads = dict[str, Tensor]
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, (x.mean((1, 2, 3)) > 0).long() + (x[:, 0].amax((1, 2)) > 1).long()
+
+
+def backward(model: nn.Module, step: int) -> None:
+    x, y = batch(step, World.current().rank)
+    F.cross_entropy(model(x), y).backward()
+
+
+def replicated(**settings: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Awkward(), bucket_cap_mb=0.004, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def closed(*, feature: dict[str, Any], again: bool) -> dict[str, Any]:
+    """Three steps with an exchange, and three after it was closed; `again` attaches it anew for three more."""
+    model = replicated(find_unused_parameters=True)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    cap, digests = model.bucket_bytes_cap, []
+
+    def steps(first: int) -> None:
+        for step in range(first, first + 3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest(model))
+
+    for round_ in range(2 if again else 1):
+        with attach(model, scenarios.decode(feature), optimizer):
+            steps(6 * round_)
+        steps(6 * round_ + 3)
+    return {"digests": digests, "cap": [cap, model.bucket_bytes_cap]}
+
+
+def static(*, feature: dict[str, Any] | None, steps: int) -> list[float]:
+    model = DistributedDataParallel(Awkward(), static_graph=True)  # of one bucket, which attaching splits
+    optimizer = SGD(model.parameters(), lr=0.05)
+    job = attach(model, scenarios.decode(feature), optimizer) if feature else None
+    for step in range(steps):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    if job is not None:
+        job.close()
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+
+
+def frozen(*, feature: dict[str, Any]) -> dict[str, Any]:
+    """A bare model, of which a layer is frozen after two steps and trained again after four."""
+    model = Awkward()
+    torch.manual_seed(World.current().rank)
+    nn.init.normal_(model.conv.weight)  # of its own on every rank
+    model.conv.to(memory_format=torch.channels_last)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    digests, heads = [], []
+    with attach(model, scenarios.decode(feature), optimizer):
+        digests.append(digest(model))
+        for step in range(6):
+            model.head.requires_grad_(step not in (2, 3))
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest(model))
+            heads.append(float(model.head.weight.detach().double().sum()))
+    return {"digests": digests, "heads": heads}
+
+
+def added(*, feature: dict[str, Any], thaw: bool) -> str:
+    """Train what was not trained when the exchange was attached: a layer that is new, or one that was frozen."""
+    model = Awkward()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with attach(model, scenarios.decode(feature), optimizer):
+        if thaw:
+            model.frozen.requires_grad_(True)
+        else:
+            model.head = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 3))
+            optimizer.add_param_group({"params": model.head.parameters()})
+        backward(model, 0)
+        try:
+            optimizer.step()
+        except ShoestringError as error:
+            return str(error)
+    return ""
+
+
+def local_gradients(model: nn.Module, step: int) -> Grads:
+    """This rank's own gradients; zeros of what it does not use."""
+    x, y = batch(step, World.current().rank)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(F.cross_entropy(model(x), y), list(trained.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(trained.items(), found, strict=True)}
+
+
+def conserved(
+    *, feature: dict[str, Any], steps: int, wrap: bool, own_step: bool, none: bool, micro: int
+) -> dict[str, Any]:
+    """The largest difference between all gradients there were and those that were used, with what is owed in the end.
+
+    Args:
+        own_step: attach without an optimizer, which needs DDP. none: set gradients to None after a step, not to zero.
+        micro: backward passes a step, each of which is exchanged.
+    """
+    world = World.current()
+    model = replicated(find_unused_parameters=True) if wrap else Awkward()
+    plain: Awkward = model.module if wrap else model  # pyright: ignore[reportAssignmentType]
+    optimizer = SGD(model.parameters(), lr=0.0)
+    settings = scenarios.decode(feature)
+    job = attach(model, settings) if own_step else attach(model, settings, optimizer)  # pyright: ignore
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    there, used = ({name: torch.zeros_like(p) for name, p in trained.items()} for _ in range(2))
+    with job:
+        for step in range(steps):
+            for part in range(micro):
+                plain.path = (step + part) % 2
+                for name, grad in local_gradients(plain, micro * step + part).items():
+                    there[name] += grad
+                backward(model, micro * step + part)
+            if not wrap:
+                optimizer.step()
+            for name, parameter in trained.items():
+                if parameter.grad is not None:
+                    used[name] += parameter.grad
+            if wrap and not own_step:
+                optimizer.step()
+            model.zero_grad(set_to_none=none)
+        owed = residual(job)
+    return {"apart": _apart(there, used, owed, world), "owed": max(float(each.abs().max()) for each in owed.values())}
+
+
+def residual(job: Job) -> Grads:
+    state = job.kept["comm"].state.state_dict()["codec"]
+    return state.get("unsent") or state["residual"]
+
+
+def _apart(there: Grads, used: Grads, owed: Grads, world: World) -> float:
+    worst = 0.0
+    for name, total in there.items():
+        left = owed.get(name, torch.zeros(total.shape)).view(total.shape)
+        mine = torch.stack([in_memory_order(total, total), left])
+        torch.distributed.all_reduce(mine)
+        mean, left = mine / world.size
+        worst = max(worst, float((mean - left - in_memory_order(used[name], total)).abs().max()))
+    return worst

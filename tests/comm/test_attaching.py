@@ -1,0 +1,88 @@
+"""One line in a program of one's own: what may happen to its model before, meanwhile and after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import attaching
+
+from shoestring import comm
+from shoestring.testing.pool import Pool
+from shoestring.testing.scenarios import encode
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, timeout=40) as pool:
+        yield pool
+
+
+def equal(results: list[dict]) -> bool:
+    return all(each["digests"] == results[0]["digests"] for each in results)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("again", [False, True])
+def test_training_on_after_closing_is_plain_ddp(pool, parts, again):
+    """All six or twelve steps are those of DDP: `Dense` averages as it does."""
+    results = pool.call(attaching.closed, feature=encode(comm.Dense(parts=parts)), again=again)
+    assert equal(results)
+    assert results[0]["cap"][0] == results[0]["cap"][1]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_static_graph(pool, parts):
+    plain = pool.call(attaching.static, feature=None, steps=4)
+    ours = pool.call(attaching.static, feature=encode(comm.Dense(parts=parts)), steps=4)
+    assert ours[0] == ours[1]
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]))
+
+
+@pytest.mark.parametrize("feature", [comm.Dense(), comm.PowerSGD(rank=2, parts=3)], ids=["dense", "powersgd"])
+def test_a_bare_model_begins_equal_and_may_have_layers_frozen(pool, feature):
+    results = pool.call(attaching.frozen, feature=encode(feature))
+    assert equal(results)
+    heads = results[0]["heads"]
+    assert heads[1] == heads[2] == heads[3]
+    assert len(set(heads)) == 4
+
+
+@pytest.mark.parametrize(("thaw", "name"), [(False, "head.0.weight"), (True, "frozen.weight")])
+def test_what_was_not_trained_when_it_was_attached_is_refused(pool, thaw, name):
+    for said in pool.call(attaching.added, feature=encode(comm.Dense()), thaw=thaw):
+        assert said.startswith("trained now, but not when `comm.dense` was attached: ")
+        assert f"`{name}`" in said
+
+
+CONSERVING = [
+    comm.TopK(density=0.1),
+    comm.PowerSGD(rank=1),
+    comm.Quantize(bits=4, rounding="nearest", feedback=True),
+    comm.Dense(select="uniform", budget_kb=3.0),
+]
+
+
+@pytest.mark.parametrize("feature", CONSERVING, ids=lambda feature: feature.name + feature.select)
+@pytest.mark.parametrize(
+    ("wrap", "own_step", "none", "micro"),
+    [
+        (True, False, True, 1),
+        (True, True, True, 1),
+        (True, True, False, 1),
+        (True, False, True, 2),
+        (False, False, True, 1),
+    ],
+    ids=["ddp", "ddp-without-optimizer", "zeroed", "accumulated", "bare"],
+)
+def test_what_an_unused_layer_is_owed_stays_owed(pool, feature, wrap, own_step, none, micro):
+    """Each step uses one of two layers. All gradients there were are used, or owed in the end."""
+    arguments = {"steps": 6, "wrap": wrap, "own_step": own_step, "none": none, "micro": micro}
+    for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
+        assert result["owed"] > 1e-4
+        assert result["apart"] < 1e-6
