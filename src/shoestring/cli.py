@@ -46,11 +46,12 @@ class Train:
 
             return launch([*_debugging(), "train", self.source, *overrides], workers, self.restarts)
         from shoestring.joining import join
+        from shoestring.report.record import Record
         from shoestring.train import train
 
-        with join(timeout=resolved.settings.timeout) as world:
+        with Record() as record, join(timeout=resolved.settings.timeout) as world:
             _quiet(world.first)
-            result = train(resolved, world)
+            result = train(resolved, world, record)
         return 0 if result.status == "finished" else 130
 
 

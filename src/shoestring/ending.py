@@ -25,7 +25,7 @@ from shoestring.feed import Feed
 from shoestring.meter import Meter, memory_gib
 from shoestring.models.gpt import GPT
 from shoestring.models.sampling import generate
-from shoestring.report import timeline
+from shoestring.report import history, timeline
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, Sink
 from shoestring.report.trackers import TRACKERS, Tracker
@@ -138,6 +138,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
             "ranks": ranks,
         }
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
+        history.add(folder, status, rank=0, step=job.progress.step)
         for line in _closing(summary, report.write(folder)):
             log.info(line)
     job.world.barrier()

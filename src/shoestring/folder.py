@@ -45,7 +45,7 @@ def release(folder: Path) -> None:
     rows = folder / "metrics.jsonl"
     if (rows.exists() and rows.stat().st_size) or (folder / "checkpoints").exists():
         return
-    for name in ("run.toml", "environment.json", rows.name):
+    for name in ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", rows.name):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # prepared data stays, and then the folder does
         folder.rmdir()

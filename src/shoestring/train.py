@@ -24,6 +24,7 @@ from shoestring.evaluation import evaluate
 from shoestring.feed import Feed, feed, moved
 from shoestring.meter import Meter
 from shoestring.mishaps import ended_by_signals, enough_memory, writable
+from shoestring.report.record import Record
 from shoestring.report.sinks import newest_step
 from shoestring.run import Run
 
@@ -34,8 +35,8 @@ REPLAN = 10  # steps between corrections of that number, in the first half of th
 PART = 64  # held-out samples of an evaluation during the run
 
 
-def train(run: Run, world: World) -> ending.Result:
-    """Run `run` on this rank of `world`; every rank calls it.
+def train(run: Run, world: World, record: Record | None = None) -> ending.Result:
+    """Run `run` on this rank of `world`; every rank calls it. `record` notes when it begins, and how it fails.
 
     Raises:
         ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
@@ -52,6 +53,9 @@ def train(run: Run, world: World) -> ending.Result:
         world.agree(lambda: build.remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(made(run, world, data, trace))
+        if record is not None:
+            facts = {"ranks": world.size, "parameters": job.trace.parameters}
+            record.begin(path, world.rank, lambda: job.progress.step, **facts)
         loader = loader_of(run, world, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
@@ -126,7 +130,8 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
         done = job.progress.step - first
         if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job))):
             _plan(job, run, meter, time.perf_counter() - began)
-        if run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0:
+        due = run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0
+        if due and not 0 < job.progress.total <= job.progress.step:  # the whole evaluation at the end follows
             meter.write(job.progress.step, evaluate(job, run, data, PART))
     job.world.agree(job.verify)
     return time.perf_counter() - began

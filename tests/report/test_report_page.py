@@ -215,7 +215,7 @@ def test_settings_are_folded(whole):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_has_hardly_begun_has_a_page(new, steps):
     text = written(new(steps=steps).metrics(tail='{"step": 2, "lo'))
-    assert "no summary" in text and "1 unreadable line left out" in text
+    assert "unfinished" in text and "1 unreadable line left out" in text
     assert ("No loss has been logged yet." in text) == (steps == 0)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from shoestring.report import history
 from shoestring.report.folder import RunFolder, number, table, tables
 
 STATUSES = {"finished": "✓", "stopped": "■", "failed": "✕"}
-UNFINISHED = "no summary"
+UNFINISHED = "unfinished"
 
 
 def name(run: RunFolder) -> str:
@@ -20,8 +21,25 @@ def name(run: RunFolder) -> str:
 
 
 def status(run: RunFolder) -> str:
-    """finished, stopped or failed as the summary says; `UNFINISHED` without one."""
-    return str(run.summary.get("status", UNFINISHED)) if run.summary else UNFINISHED
+    """finished, stopped or failed, as the run's history says, else its summary; `UNFINISHED` where neither does."""
+    if history.cause(run.history):
+        return "failed"
+    if history.lost(run.history):
+        return UNFINISHED
+    return str(run.summary.get("status", UNFINISHED))
+
+
+def total_steps(run: RunFolder) -> int | None:
+    """The steps that the run has or was to have; None where they are not known, as in a run of some minutes."""
+    given = _finite(run.summary.get("total_steps"))
+    if given is None and not table(run.settings, "run").get("minutes"):
+        given = _finite(table(run.settings, "run").get("steps"))
+    return int(given) if given and given < 1e15 else None
+
+
+def started(run: RunFolder) -> dict[str, Any]:
+    """What the newest start says of the run: its ranks and parameters."""
+    return next((event for event in reversed(run.history) if event["event"] == "started"), {})
 
 
 def last_step(run: RunFolder) -> int:
@@ -53,7 +71,7 @@ def results(run: RunFolder) -> dict[str, float]:
         "steps": float(last_step(run)) or None,
         "tokens": _given(run.summary, "tokens", _last(run, "tokens")),
         "seconds": seconds(run),
-        "parameters": _finite(run.summary.get("parameters")),
+        "parameters": _given(run.summary, "parameters", _finite(started(run).get("parameters"))),
     }
     return {label: value for label, value in found.items() if value is not None}
 

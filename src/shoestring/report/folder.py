@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError
+from shoestring.report import history
 
 Columns = dict[str, dict[int, float]]
+
+# What a summary says of the run, not of how it ended: it still holds if the run was resumed and then failed.
+_STANDING = ("name", "total_steps", "parameters", "features", "baselines")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class RunFolder:
     columns: Columns = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -42,14 +47,19 @@ def read(folder: Path) -> RunFolder:
     if not any((folder / name).is_file() for name in ("run.toml", "metrics.jsonl")):
         raise ConfigError(f"{folder} is not a run folder: it has no run.toml and no metrics.jsonl")
     problems: list[str] = []
+    events = history.read(folder)
+    summary = _document(folder / "summary.json", problems)
+    if events and events[-1]["event"] not in ("finished", "stopped"):
+        summary = {key: summary[key] for key in _STANDING if key in summary}
     traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.jsonl"), key=_rank_of)]
     return RunFolder(
         path=folder,
         settings=_document(folder / "run.toml", problems),
         environment=_document(folder / "environment.json", problems),
         columns=_columns(folder / "metrics.jsonl", problems),
-        summary=_document(folder / "summary.json", problems),
+        summary=summary,
         traces=[trace for trace in traces if trace],
+        history=events,
         problems=problems,
     )
 

@@ -73,6 +73,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
     data = curves.payload([run])
     body = join(
         [
+            sections.failure(run),
             sections.headline(run),
             sections.facts(run),
             charts(data),
@@ -82,6 +83,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
             sections.features(run),
             sections.ranks(run),
             sections.samples(run),
+            sections.starts(run),
             sections.notes(run),
             sections.documents(run),
         ]

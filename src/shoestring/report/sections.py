@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoestring.report import digest, figures
+from shoestring.report import digest, figures, history
 from shoestring.report.folder import RunFolder, flat, number, table, tables
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
@@ -19,10 +20,8 @@ def heading(run: RunFolder) -> Markup:
     state = digest.status(run)
     badge = tag("span", f"{digest.STATUSES.get(state, '…')} {state}", class_="badge", data_status=state)
     message = str(run.summary.get("message") or "")
-    if not run.summary:
-        message = (
-            f"The run is going on, or it ended without writing a summary; last step seen: {digest.last_step(run):,}."
-        )
+    if state == digest.UNFINISHED:
+        message = f"The run is still going on, or it was killed. The last step seen is {digest.last_step(run):,}."
     started, host = (str(run.environment.get(key) or "") for key in ("started", "host"))
     origin = " · ".join(part for part in (started and f"started {started}", host and f"on {host}") if part)
     return tag(
@@ -32,6 +31,68 @@ def heading(run: RunFolder) -> Markup:
         tag("p", origin, class_="quiet") if origin else "",
         class_="title",
     )
+
+
+def failure(run: RunFolder) -> Markup:
+    """Why the run failed: what went wrong, on which rank, after which step, and what to do."""
+    event = history.cause(run.history)
+    if event is None:
+        return Markup()
+    if event["event"] == "lost":
+        message = (
+            "The processes ended without being able to write why: they were killed (by SIGKILL, by the system's "
+            "out-of-memory killer or by a scheduler), or the machine went down. The next start found this."
+        )
+    else:
+        message = str(event.get("message", ""))
+    others = [other for other in history.newest(run.history) if other["event"] == "failed" and other is not event]
+    facts_ = {
+        "After step": f"{int(number(event.get('step')) or 0):,}",
+        "Rank": f"{event.get('rank', '?')} on {event.get('host', 'an unknown host')}",
+        "Found" if event["event"] == "lost" else "Time": _moment(event.get("time")),
+        "Ranks that failed too": ", ".join(str(other.get("rank", "?")) for other in others[:_SHOWN_RANKS]),
+    }
+    calls = str(event.get("traceback") or "")
+    resumable = (run.path / "checkpoints").is_dir() and any((run.path / "checkpoints").iterdir())
+    hints = [
+        str(event.get("hint") or ""),
+        "Continue from the newest checkpoint with --resume auto." if resumable else "",
+    ]
+    return tag(
+        "section",
+        tag("h2", "Why the run failed"),
+        tag("p", message, class_="reason"),
+        *(tag("p", hint) for hint in hints if hint),
+        _strip(facts_),
+        tag("details", tag("summary", "Traceback"), tag("pre", calls, tabindex=0)) if calls else "",
+        class_="failure",
+    )
+
+
+def starts(run: RunFolder) -> Markup:
+    """Every start and end, where the run was started more than once."""
+    if sum(event["event"] == "started" for event in run.history) < 2:
+        return Markup()
+    rows = [
+        [
+            _moment(event.get("time")),
+            event["event"],
+            f"{int(number(event.get('step')) or 0):,}",
+            f"{event.get('rank', '?')} on {event.get('host', '?')}",
+            str(event.get("message", "")),
+        ]
+        for event in run.history
+    ]
+    head = ["Time", "Event", "Step", "Rank", "Message"]
+    return _section("Starts and ends", grid("From history.jsonl, oldest first", head, rows, stacked=True))
+
+
+def _moment(seconds: object) -> str:
+    """A point in time as the reader's clock shows it, without fractions of a second."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(number(seconds)))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
 
 
 def headline(run: RunFolder) -> Markup:
@@ -83,8 +144,8 @@ def bar(share: float, kind: str = "share") -> Markup:
 def facts(run: RunFolder) -> Markup:
     """Steps, tokens, time, size, speed and memory in one strip."""
     found = digest.results(run)
-    total = number(run.summary.get("total_steps"))
-    steps = f"{digest.last_step(run):,}" + (f" of {int(total):,}" if total and total < 1e15 else "")
+    total, ranks = digest.total_steps(run), len(tables(run.summary, "ranks"))
+    steps = f"{digest.last_step(run):,}" + (f" of {total:,}" if total else "")
     shown = {
         "Steps": steps,
         "Tokens": _optional(found.get("tokens"), figures.count),
@@ -94,8 +155,12 @@ def facts(run: RunFolder) -> Markup:
         "MFU": _optional(found.get("MFU (median)"), figures.percent),
         "Memory at peak": _optional(found.get("memory at peak (GiB)"), lambda gib: f"{gib:.3g} GiB"),
         "Waiting for data": _optional(found.get("share of time waiting for data (median)"), figures.percent),
-        "Ranks": str(len(tables(run.summary, "ranks")) or ""),
+        "Ranks": str(ranks or digest.started(run).get("ranks") or ""),
     }
+    return _strip(shown)
+
+
+def _strip(shown: dict[str, str]) -> Markup:
     pairs = [tag("div", tag("dt", label), tag("dd", value)) for label, value in shown.items() if value]
     return tag("dl", *pairs, class_="facts")
 
