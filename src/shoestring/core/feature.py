@@ -160,6 +160,15 @@ def area_of(kind: type[Feature]) -> str:
     return inside[0] if package == "shoestring" and inside else package
 
 
+def exported(
+    features: Iterable[Feature], weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """The weights that leave a run, after each feature's `export`."""
+    for feature in features:
+        weights = feature.export(weights, kept)
+    return weights
+
+
 def check_owners(features: Sequence[Feature]) -> None:
     """Raise ConflictError where two features own one seam (at SHARD and WIRE: one seam and mesh dimension)."""
     for seam in (Seam.SHARD, Seam.WIRE, Seam.OPTIM):

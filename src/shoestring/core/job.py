@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from shoestring.core._torch import own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam
 from shoestring.core.graph import Graph, GraphPass
@@ -88,6 +89,7 @@ class Job:
         if isinstance(self.model, DistributedDataParallel):
             self.module, self.replicas = self.model.module, (HOSTS, LOCAL)
             self._around_step.append(no_sync(self.model))
+        self._own_name = cache(partial(own_name, self.module))  # without what torch.compile adds to it
         if isinstance(self.optimizer, Optimizer):
             self.optimizer = _following(self.optimizer, self)
 
@@ -199,7 +201,7 @@ class Job:
             self._trained, self._refresh = dict(trained), refresh
 
     def _check_trained(self, trained: Mapping[str, Tensor]) -> None:
-        owner, parameters = self.attaching[0], dict(self.module.named_parameters())
+        owner, parameters = self.attaching[0], self._parameters()
         for name, tensor in trained.items():
             if name not in parameters:
                 raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
@@ -259,7 +261,14 @@ class Job:
         """Name of a parameter -> the tensor that the optimizer steps for it, and whose `.grad` holds its gradient."""
         if self._trained is not None:
             return self._trained
-        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
+
+    def named(self) -> Mapping[str, Tensor]:
+        """`trained`, and the parameters that are not trained."""
+        return {**self._parameters(), **self.trained}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {self._own_name(name): parameter for name, parameter in self.module.named_parameters()}
 
     @property
     def parameters(self) -> list[Any]:
@@ -353,8 +362,9 @@ class Job:
         self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
         self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
         self.trace.ranks = self.world.size
-        self.keep("model", ModelState(self.model), across="shard")
-        self.keep("optimizer", OptimizerState(self.model, self.built_optimizer, self._step.hooks_off), across="shard")
+        self.keep("model", ModelState(self.model, self._trained, self._refresh), across="shard")
+        optimizer = OptimizerState(self.built_optimizer, self.named, self._step.hooks_off)
+        self.keep("optimizer", optimizer, across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")
@@ -389,10 +399,10 @@ def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
     # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
     inner = getattr(optimizer, "optimizer", None)
     optimizer = inner if isinstance(inner, Optimizer) else optimizer
-    names = {parameter: name for name, parameter in job.module.named_parameters()}
+    names = {parameter: name for name, parameter in job.named().items()}
 
     def followed(_: Params) -> Optimizer:
-        now = {**dict(job.module.named_parameters()), **job.trained}
+        now = job.named()
         for group in optimizer.param_groups:
             group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
         return optimizer

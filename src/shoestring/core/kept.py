@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.distributed.checkpoint import state_dict as named
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from shoestring.core._torch import own_name
 
-Silence = Callable[[], AbstractContextManager[None]]
+Context = Callable[[], AbstractContextManager[None]]
+Work = Callable[[], None]
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Progress:
     position: float = 0.0  # steps that those done are worth: where schedules are
     gain: float = 1.0  # steps that the next one is worth (AdaScale, Johnson et al. 2020, sets it before each)
 
-    unread: torch.Tensor | None = None
+    unread: Tensor | None = None
     """On an accelerator, (loss, count, votes to stop) of the newest step: reading them now would wait for it."""
 
     @property
@@ -62,24 +63,34 @@ class Progress:
         self.tokens += targets
 
 
-def _options(state: dict[str, Any]) -> named.StateDictOptions:
-    """Whole tensors are distributed on loading; DTensors go where they lie."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-    return named.StateDictOptions(full_state_dict=bool(tensors) and not sharded)
-
-
 class ModelState:
-    """Weights and buffers under their own names, whatever wraps the model."""
+    """Weights and buffers under their own names, whatever wraps the model.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._own_name = model, cache(partial(own_name, model))
+    Args:
+        trained: name -> what the optimizer steps in a parameter's place, if that is another tensor: saved instead.
+        refresh: writes those back into the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: Mapping[str, Tensor] | None = None, refresh: Work | None = None
+    ) -> None:
+        self.model, self.trained, self.refresh = model, trained or {}, refresh
+        self._own_name = cache(partial(own_name, model))
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._own_name(name): value for name, value in self.model.state_dict().items()}
+        state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
+        return state | dict(self.trained)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        named.set_model_state_dict(self.model, state_dict, options=_options(state_dict))
+        whole = {name: value for name, value in state_dict.items() if name not in self.trained}
+        tensors = [value for value in whole.values() if isinstance(value, Tensor)]
+        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=not self.trained)
+        set_model_state_dict(self.model, whole, options=options)
+        for name, tensor in self.trained.items():
+            _fill(tensor, state_dict[name])
+        if self.refresh is not None:
+            self.refresh()
 
 
 class OptimizerState:
@@ -89,30 +100,63 @@ class OptimizerState:
     run can go on with others.
 
     Args:
-        silent: a context in which steps of the optimizer run no hooks; torch lays out new state by one of no gradients.
+        named: () -> name of a parameter -> the tensor that the optimizer steps for it.
+        hooks_off: a context in which steps of the optimizer run no hooks; new state is laid out by one of no gradients.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, silent: Silence) -> None:
-        self.model, self.optimizer, self.silent = model, optimizer, silent
-        self._own_name = cache(partial(own_name, model))
+    def __init__(self, optimizer: Optimizer, named: Callable[[], Mapping[str, Tensor]], hooks_off: Context) -> None:
+        self.optimizer, self.named, self.hooks_off = optimizer, named, hooks_off
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.optimizer.state:
-            with self.silent():
-                return named.get_optimizer_state_dict(self.model, self.optimizer)
-        names = {parameter: self._own_name(name) for name, parameter in self.model.named_parameters()}
+        self._lay_out()
+        names = {tensor: name for name, tensor in self.named().items()}
         numbered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
         found = self.optimizer.state_dict()
         groups = [group | {"params": [numbered[index] for index in group["params"]]} for group in found["param_groups"]]
         return {"state": {numbered[index]: each for index, each in found["state"].items()}, "param_groups": groups}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        parts = {name: part for each in state_dict["state"].values() for name, part in each.items()}
-        settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-        with self.silent():
-            named.set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=_options(parts))
-        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(values)
+        """Fill what there is, in place; state that this optimizer does not keep is left out."""
+        self._lay_out()
+        for name, tensor in self.named().items():
+            for key, value in state_dict["state"].get(name, {}).items():
+                state = self.optimizer.state[tensor]
+                if isinstance(state.get(key), Tensor):
+                    _fill(state[key], value)
+                elif key in state:
+                    state[key] = value
+
+    def _lay_out(self) -> None:
+        """Let an optimizer that made no step yet make its state, as if none was made."""
+        if self.optimizer.state:
+            return
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        before = [(parameter, parameter.grad) for parameter in parameters]
+        rates = [group["lr"] for group in groups]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in groups:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], Tensor) else 0.0
+        with self.hooks_off():
+            self.optimizer.step()
+        for parameter, grad in before:
+            parameter.grad = grad
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+
+
+def _fill(tensor: Tensor, value: Tensor) -> None:
+    """Write `value` into `tensor`; this rank's part of it, where `tensor` is sharded and `value` whole."""
+    with torch.no_grad():
+        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+            value = value.to(tensor.device).view(tensor.shape)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
 
 
 class RandomState:
