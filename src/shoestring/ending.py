@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoestring import build, report
 from shoestring.core.errors import DataError
+from shoestring.core.feature import Feature, exported
 from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
 from shoestring.core.trace import span
@@ -162,14 +163,21 @@ def _baselines(job: Job, data: Feed) -> dict[str, float]:
 
 
 def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
-    """The trained model in one piece, on the first rank; gathered where it is sharded."""
-    if job.engine != "fsdp" or job.world.size == 1:
+    """The model that leaves the run, in one piece on the first rank: what the job's model computes with."""
+    state = job.kept["model"].state.state_dict()
+    changing = [feature for feature in job.features if type(feature).export is not Feature.export]
+    if not changing and not any(isinstance(value, DTensor) for value in state.values()):
         return job.module
-    state = get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = {}
+    for name, value in state.items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if job.world.first:
+            weights[name] = full.cpu() if isinstance(full, Tensor) else full
     if not job.world.first:
         return None
+    kept = {name: kept.state.state_dict() for name, kept in job.kept.items()} if changing else {}
     whole = build.model(made_by["model"], made_by["arguments"], made_by["offered"], weights=False)
-    whole.load_state_dict(state)
+    whole.load_state_dict(exported(changing, weights, kept))
     return whole
 
 

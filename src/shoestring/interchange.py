@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from shoestring.archive import Archive, Save
 from shoestring.checkpoint import dcp, exports
 from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.files import Files
+from shoestring.core._torch import tree_map_only
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
+from shoestring.core.feature import Feature, exported
 from shoestring.core.files import write_atomic
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import hf
@@ -83,7 +85,7 @@ def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None
     model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
     if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
         raise CheckpointError(f"`{of.made_by['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
-    state = {name: stored.read() for name, stored in _model(content).items()}
+    state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -94,7 +96,7 @@ def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None
 
 def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     """Weights under their own names; with what is needed to build the model from them, where the run folder says it."""
-    tensors, of, model = _model(content), None, None
+    tensors, of, model = _leaving(archive, content), None, None
     with suppress(ShoestringError):
         of = known(archive)
         with torch.device("meta"):
@@ -110,6 +112,34 @@ def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
         write_atomic(to / "config.json", json.dumps(build.marked(of.made_by), indent=2).encode())
     if of.tokenizer is not None:
         build.save_tokenizer(of.tokenizer, to, of.made_by)
+
+
+def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:
+    """The model as it leaves the run: as it was trained, except where a feature of the run says otherwise."""
+    features = runs.load(str(archive.run)).features if archive.run is not None else ()
+    changing = [feature for feature in features if type(feature).export is not Feature.export]
+    if not changing:
+        return _model(content)
+    weights = {name: stored.read() for name, stored in _model(content).items()}
+    return {name: exports.held(name, weight) for name, weight in exported(changing, weights, _Kept(content)).items()}
+
+
+@dataclass(frozen=True)
+class _Kept(Mapping[str, Any]):
+    """The kept states of a checkpoint, each read when it is asked for."""
+
+    content: exports.Saved
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return tree_map_only(exports.Stored, exports.Stored.read, self.content.state(name))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from {**self.content.shared, **self.content.own.get(0, {})}
+
+    def __len__(self) -> int:
+        return len({**self.content.shared, **self.content.own.get(0, {})})
 
 
 def _model(content: exports.Saved) -> dict[str, exports.Stored]:

@@ -290,7 +290,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path):
 def test_every_type_is_written_and_read(tmp_path):
     given = {str(kind): torch.arange(5).to(kind) for kind in DTYPES.values() if kind is not torch.complex64}
     given |= {"scalar": torch.tensor(2.5), "none": torch.empty(0, 2)}
-    exports.write_safetensors({name: exports._held(name, t) for name, t in given.items()}, tmp_path / "a.safetensors")
+    exports.write_safetensors({name: exports.held(name, t) for name, t in given.items()}, tmp_path / "a.safetensors")
     assert same(load_file(tmp_path / "a.safetensors"), given)
     assert same(exports.read_safetensors(tmp_path), given)
     data = (tmp_path / "a.safetensors").read_bytes()

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from shoestring import checkpoint
 from shoestring.checkpoint.staging import Stager
-from shoestring.core.job import attach
+from shoestring.core.compose import attach
 
 
 class Lazy(Future):

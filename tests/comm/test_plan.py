@@ -28,10 +28,10 @@ from shoestring.comm.pricing import Cost
 from shoestring.comm.probing import Coded, coded, fitted, separated
 from shoestring.comm.rehearsal import rehearse
 from shoestring.comm.selective import Selective
-from shoestring.core.cluster import Cluster, Collective
 from shoestring.core.errors import ConfigError
-from shoestring.core.plan import makespan
 from shoestring.core.trace import Trace
+from shoestring.planning.cluster import Cluster, Collective
+from shoestring.planning.simulate import makespan
 from shoestring.run import load
 from shoestring.testing import FeatureSuite
 from shoestring.testing.pool import Pool

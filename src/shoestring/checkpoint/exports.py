@@ -191,12 +191,12 @@ def one_file(path: Path) -> Saved:
         mine: dict[str, Tensor] = {}
         own[rank] = {name: encode(state, root(name), mine) for name, state in states.items()}
         leaves |= {f"{rank}:{name}": tensor for name, tensor in mine.items()}
-    tensors = {name: _held(name, tensor) for name, tensor in leaves.items()}
+    tensors = {name: held(name, tensor) for name, tensor in leaves.items()}
     homes = {rank: {} for rank in own}
     return Saved(content["shared"]["progress"]["step"], f"`{path}`", shared, own | {0: own.get(0, {})}, homes, tensors)
 
 
-def _held(name: str, tensor: Tensor) -> Stored:
+def held(name: str, tensor: Tensor) -> Stored:
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return Stored(name, tensor.dtype, tuple(tensor.shape), ((whole, lambda box: tensor[box.inside(whole)]),))
 

@@ -26,8 +26,8 @@ from shoestring.comm.trial import Trial
 from shoestring.core._torch import rebucket
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
-from shoestring.core.plan import Plan
 from shoestring.core.task import Batch, Output
+from shoestring.planning.simulate import Plan
 
 log = logging.getLogger("shoestring")
 

@@ -14,10 +14,10 @@ from shoestring.comm.coordinator import dealt
 from shoestring.comm.per_step import Exchange
 from shoestring.comm.pricing import Cost
 from shoestring.comm.probing import Coded
-from shoestring.core.cluster import Cluster, Collective
 from shoestring.core.feature import HOSTS, LOCAL
-from shoestring.core.plan import Plan, Priced, choose, makespan
 from shoestring.core.trace import Trace
+from shoestring.planning.cluster import Cluster, Collective
+from shoestring.planning.simulate import Plan, Priced, choose, makespan
 
 BOTH = (HOSTS, LOCAL)
 MARGIN = 0.05  # by how much of its time DDP must be beaten

@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from shoestring.comm.probing import Coded, fitted
-from shoestring.core.cluster import Cluster
-from shoestring.core.plan import Task, simulate
 from shoestring.core.trace import Trace
+from shoestring.planning.cluster import Cluster
+from shoestring.planning.simulate import Task, simulate
 
 MAIN = "main"  # the thread, or the stream, that computes the step
 

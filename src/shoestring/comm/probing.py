@@ -16,8 +16,8 @@ from torch import Tensor
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Turn
 from shoestring.comm.wire import all_finite
 from shoestring.core._torch import all_gather_single
-from shoestring.core.cluster import Collective
 from shoestring.core.world import World
+from shoestring.planning.cluster import Collective
 
 SMALLEST, GROWTH = 1 << 10, 4  # bytes of the first message, and how much larger the next one is
 PATIENCE = 0.3  # seconds of a collective after which no larger one is measured

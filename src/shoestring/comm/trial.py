@@ -19,10 +19,10 @@ from shoestring.comm.auto import Auto, exchange
 from shoestring.comm.codec import Turn
 from shoestring.comm.deciding import BOTH, Evidence, Seen
 from shoestring.comm.probing import coded, collectives, hindrance, settle
-from shoestring.core.cluster import Collective
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
+from shoestring.planning.cluster import Collective
 
 PIECES = 8  # runs of gradients on which codecs are timed
 LARGEST = 1 << 25  # bytes of the largest message

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Seam, check_owners, ordered
+from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam, check_owners, ordered
 from shoestring.core.job import Job
+from shoestring.core.task import Params
 
 
 def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
@@ -25,6 +28,8 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
     check_owners(features)
     _check_replicas(job, features)
     job.features = features
+    if isinstance(job.optimizer, Optimizer):
+        job.optimizer = _following(job.optimizer, job)
     if not job.parameters:
         raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
     for feature in features:
@@ -95,7 +100,38 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
                 hint="compose a Job and call its `step`, or its `loss`",
             )
 
-    job = Job(model, optimizer=optimizer)
-    compose(job, features)
-    job.hook_forward()
+    job = compose(Job(model, optimizer=optimizer), features)
+    if job.phases[Phase.FORWARD]:
+        hook: Any = torch.compiler.disable(_before_forward(job))
+        job.exits.callback(job.model.register_forward_pre_hook(hook).remove)
     return job
+
+
+def _before_forward(job: Job) -> Callable[[nn.Module, object], None]:
+    """Does the work of Phase.FORWARD before the first forward pass of each step."""
+    done = -1
+
+    def before(module: nn.Module, _: object) -> None:
+        nonlocal done
+        if module.training and done != job.progress.step:
+            done = job.progress.step
+            for work in job.phases[Phase.FORWARD]:
+                work()
+
+    return before
+
+
+def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
+    """A factory that returns `optimizer` over what is trained then: `fully_shard` puts others in its place."""
+    # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
+    inner = getattr(optimizer, "optimizer", None)
+    optimizer = inner if isinstance(inner, Optimizer) else optimizer
+    names = {parameter: name for name, parameter in job.named().items()}
+
+    def followed(_: Params) -> Optimizer:
+        now = job.named()
+        for group in optimizer.param_groups:
+            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
+        return optimizer
+
+    return followed

@@ -78,6 +78,7 @@ class Job:
         self.stopping = False
         self.owners: dict[str, str] = {}  # what has one owner -> the feature that took it
         self.attaching: tuple[str, Seam | None] = ("the program", None)  # whose `apply` runs, and at which seam
+        self.phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self._step = Step(self)
         self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
         self._around_forward: list[Context] = []
@@ -90,14 +91,12 @@ class Job:
             self.module, self.replicas = self.model.module, (HOSTS, LOCAL)
             self._around_step.append(no_sync(self.model))
         self._own_name = cache(partial(own_name, self.module))  # without what torch.compile adds to it
-        if isinstance(self.optimizer, Optimizer):
-            self.optimizer = _following(self.optimizer, self)
 
     # -- what features use: any number of them -----------------------------------------------------------------------
 
     def at(self, phase: Phase, work: Callable[[], None]) -> None:
         """Do `work` in this phase of every optimizer step; work of one phase keeps the order of the calls."""
-        self._step.at(phase, work)
+        self.phases[phase].append(work)
 
     def keep(self, name: str, state: Stateful, *, across: Across = "same", merge: Merge | None = None) -> None:
         """Say what must survive a restart.
@@ -211,6 +210,12 @@ class Job:
                     f"{parameters[name].numel()}",
                     hint="a part of a tensor must be a DTensor, which knows the whole one",
                 )
+
+    def check_gradients(self) -> None:
+        """ConfigError where an owner of SHARD left no gradient on any of what it gave to the optimizer."""
+        if self._trained is not None and not self.gradients:
+            owner = self.owners["what the optimizer steps"]
+            raise ConfigError(f"after the backward pass, what `{owner}` gives to the optimizer has no gradient")
 
     def average_over(self, axes: Sequence[str]) -> None:
         """Count these mesh axes among those over which the gradients of each step are averaged."""
@@ -369,21 +374,6 @@ class Job:
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")
 
-    def hook_forward(self) -> None:
-        """Run Phase.FORWARD where a foreign loop calls the model: before the first forward pass of each step."""
-        if not self._step.has_work(Phase.FORWARD):
-            return
-        done = -1
-
-        def before(module: nn.Module, _: object) -> None:
-            nonlocal done
-            if module.training and done != self.progress.step:
-                done = self.progress.step
-                self._step.run(Phase.FORWARD)
-
-        hook: Any = torch.compiler.disable(before)
-        self.exits.callback(self.model.register_forward_pre_hook(hook).remove)
-
 
 def _raise(error: Exception) -> None:
     raise error
@@ -392,19 +382,3 @@ def _raise(error: Exception) -> None:
 def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
     """For `Job.shard` with DDP: exchange gradients in the last micro-batch only."""
     return lambda last: nullcontext() if last else model.no_sync()
-
-
-def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
-    """A factory that returns `optimizer` over what is trained then: `fully_shard` puts others in its place."""
-    # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
-    inner = getattr(optimizer, "optimizer", None)
-    optimizer = inner if isinstance(inner, Optimizer) else optimizer
-    names = {parameter: name for name, parameter in job.named().items()}
-
-    def followed(_: Params) -> Optimizer:
-        now = job.named()
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
-        return optimizer
-
-    return followed

@@ -9,7 +9,7 @@ and gradients are corrected by the ratio where counts turn out to differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,14 +33,7 @@ class Step:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.stop_requested = False
-        self._phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self._hooks_off = False
-
-    def at(self, phase: Phase, work: Callable[[], None]) -> None:
-        self._phases[phase].append(work)
-
-    def has_work(self, phase: Phase) -> bool:
-        return bool(self._phases[phase])
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """See `Job.step`."""
@@ -63,6 +56,7 @@ class Step:
         if work is not None:
             with span("loss", "wire", sums.nbytes):
                 work.wait()
+        job.check_gradients()
         self._settle(sums)
         loss = job.numbers["loss"] = (sums[0] / sums[1]).float()
         self._update(sums)
@@ -143,7 +137,7 @@ class Step:
 
     def run(self, *phases: Phase) -> None:
         for phase in phases:
-            for work in self._phases[phase]:
+            for work in self.job.phases[phase]:
                 work()
 
     @contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoestring.core.cluster import Cluster
 from shoestring.core.trace import Kind, Trace
+from shoestring.planning.cluster import Cluster
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.core.plan import Task, makespan, simulate
+from shoestring.planning.simulate import Task, makespan, simulate
 
 RESOURCES = ("compute", "wire", "copy")
 

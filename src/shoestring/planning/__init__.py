@@ -1,0 +1,1 @@
+"""What there is, as measured, and what a choice would cost on it: Cluster, the simulator and Plan."""
