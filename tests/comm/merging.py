@@ -163,4 +163,4 @@ def held(*, features: Sequence[Encoded], steps: int) -> list[str]:
 
 
 def saves(folder: str) -> list[str]:
-    return sorted(str(path) for path in Path(folder).glob("step-*.safetensors"))
+    return sorted(str(path) for path in Path(folder).glob("checkpoints/step-*.safetensors"))

@@ -358,7 +358,7 @@ def test_the_ranks_of_a_host_stay_equal_when_hosts_become_fewer(four: Pool, tmp_
     features = (Plain(every=5), DiLoCo(every=4, replica="host"), DDP(hosts="leave"))
     arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path)}
     train(four, *features, local=1, **arguments)
-    (tmp_path / "step-00000007.safetensors").unlink()
+    (tmp_path / "checkpoints/step-00000007.safetensors").unlink()
     ranks = train(four, *features, local=2, resume=str(tmp_path), **arguments)
     assert ranks[0]["digests"] == ranks[1]["digests"] and ranks[2]["digests"] == ranks[3]["digests"]
     assert [ranks[0]["digests"][i] == ranks[2]["digests"][i] for i in (0, 1)] == [False, True]
