@@ -36,7 +36,8 @@ class Settings:
     """What to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
     transformers loads by that path or name; [model] holds its arguments."""
     data: str = "python-stdlib"
-    """`python-stdlib`, paths or globs of .txt and .jsonl, a .tokens file, `hf:NAME`, or `package.module:callable`."""
+    """`python-stdlib`, paths or globs of .txt, .jsonl and .parquet, a .tokens file, `hf:NAME`, or
+    `package.module:callable`."""
     loss: str = ""
     """`package.module:callable` from (output, batch) to (sum, count); empty is the cross-entropy of next tokens."""
     steps: int = 400

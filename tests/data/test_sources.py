@@ -168,3 +168,55 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install shoestring\[hf\]"):
         open_source("hf:anything", "text")
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def parquet(path, rows, **settings):
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow.parquet.write_table(pyarrow.table(rows), path, **settings)
+    return path
+
+
+def test_rows_of_parquet_are_the_documents_that_lines_of_jsonl_are(tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {number} é\n" for number in range(2500)] + [""]
+    parquet(tmp_path / "a.parquet", {"id": list(range(2501)), "body": texts}, row_group_size=700)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    found, expected = (open_source(str(tmp_path / name), "body") for name in ("a.parquet", "a.jsonl"))
+    assert list(found.documents()) == list(expected.documents()) and len(list(found.documents())) == 2500
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "message", "hint"),
+    [
+        ({"body": ["a"]}, "bdy", "no column 'bdy'", "did you mean `body`"),
+        ({"body": ["a", None]}, "body", r"row 2: field 'body' is NoneType, not text", "another data.field"),
+        ({"body": [1]}, "body", r"row 1: field 'body' is int, not text", "another data.field"),
+    ],
+)
+def test_columns_that_hold_no_text_are_refused(tmp_path, rows, field, message, hint):
+    pytest.importorskip("pyarrow.parquet")
+    path = parquet(tmp_path / "a.parquet", rows)
+    with pytest.raises(DataError, match=message) as caught:
+        list(open_source(str(path), field).documents())
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("cut", [0, 3, 200, -20])
+def test_damaged_parquet_is_one_line(tmp_path, cut):
+    pytest.importorskip("pyarrow.parquet")
+    path = parquet(tmp_path / "a.parquet", {"text": ["some text"] * 100})
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DataError, match="not a Parquet file, or damaged") as caught:
+        list(open_source(str(path), "text").documents())
+    assert "\n" not in str(caught.value)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="Parquet needs pyarrow") as caught:
+        list(open_source(str(tmp_path / "a.parquet"), "text").documents())
+    assert "shoestring[parquet]" in caught.value.hint

@@ -20,7 +20,7 @@ class Data:
     """How the corpus is read, cut into tokens and split; the `[data]` table of the run file."""
 
     field: str = "text"
-    """Field of a .jsonl line or of a Hugging Face data set that holds the text."""
+    """Field of a .jsonl line, or column of a .parquet file or of a Hugging Face data set, that holds the text."""
     tokenizer: str = "bpe"
     """`bpe` (byte-level, trained on the corpus), `bytes`, `model` (the tokenizer of an `hf:` model), or the path of a
     tokenizer.json."""

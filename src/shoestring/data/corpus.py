@@ -84,10 +84,10 @@ def _texts(tokenizer: Tokenizer, part: TokenDataset) -> bytes:
 def prepare(source: str, settings: Data, folder: Path) -> Corpus:
     """Read `source`, train or load its tokenizer, split it by document, and write its tokens to `folder`.
 
-    `source` is `python-stdlib`, paths or globs of text and .jsonl files with commas between them, a .tokens file, or
-    `hf:NAME[@CONFIG][:SPLIT]`. The files tokenizer.json, train.tokens and held_out.tokens appear complete or not at
-    all, and are used again while the source's files and the settings stay as they were. A document is held out by a
-    hash of its name (of its text, for records), whatever the order; documents with the text of an earlier one are
+    `source` is `python-stdlib`, paths or globs of text, .jsonl and .parquet files with commas between them, a .tokens
+    file, or `hf:NAME[@CONFIG][:SPLIT]`. The files tokenizer.json, train.tokens and held_out.tokens appear complete or
+    not at all, and are used again while the source's files and the settings stay as they were. A document is held out
+    by a hash of its name (of its text, for records), whatever the order; documents with the text of an earlier one are
     left out. A .tokens file is used where it is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where documents come from: text files, JSON lines, the standard library, Hugging Face data sets."""
+"""Where documents come from: text files, JSON lines, Parquet, the standard library, Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from shoestring.core.errors import DataError, nearest
 
 STDLIB = "python-stdlib"
 _MANY_FILES = 32
+_ROWS = 1024
+"""Rows of a .parquet file read at a time."""
 _SMALLEST_PART, _LARGEST_PART = 1 << 12, 1 << 16
 
 
@@ -67,11 +69,12 @@ def _listing(paths: list[Path]) -> list[Any]:
 
 
 class Files(Source):
-    """Text files and .jsonl files.
+    """Text files, .jsonl files and .parquet files.
 
-    Each line of a .jsonl file is a document. A text file is one too where there are many; a few large ones are cut at
-    line breaks into parts, so that some of the text can be held out, and parts bound the memory in either case. The
-    split follows the hash of a record's text, or of a file's path below the first wildcard.
+    Each line of a .jsonl file and each row of a .parquet file is a document. A text file is one too where there are
+    many; a few large ones are cut at line breaks into parts, so that some of the text can be held out, and parts bound
+    the memory in either case. The split follows the hash of a record's text, or of a file's path below the first
+    wildcard.
     """
 
     def __init__(self, source: str, field: str) -> None:
@@ -84,7 +87,10 @@ class Files(Source):
 
     def documents(self) -> Iterator[Document]:
         for path, name in self.paths.items():
-            yield from self._records(path) if path.suffix == ".jsonl" else self._parts(path, name)
+            if path.suffix in (".jsonl", ".parquet"):
+                yield from self._records(path)
+            else:
+                yield from self._parts(path, name)
 
     def _parts(self, path: Path, name: str) -> Iterator[Document]:
         many = len(self.paths) >= _MANY_FILES
@@ -95,10 +101,39 @@ class Files(Source):
             yield Document(key_of(name if many else f"{name}#{number}"), _text(path, block, offset))
 
     def _records(self, path: Path) -> Iterator[Document]:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip() and (text := _field(_record(line, f"{path}:{number}"), self.field, f"{path}:{number}")):
-                    yield Document(key_of(text), text)
+        rows = _lines(path) if path.suffix == ".jsonl" else _rows(path, self.field)
+        for where, record in rows:
+            if text := _field(record, self.field, where):
+                yield Document(key_of(text), text)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each object of a .jsonl file, and where it stands."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{path}:{number}", _record(line, f"{path}:{number}")
+
+
+def _rows(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row of a .parquet file with that column alone, and where it stands; a few rows at a time are in memory."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"{path}: Parquet needs pyarrow", hint="pip install shoestring[parquet]") from error
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            if field not in (columns := file.schema_arrow.names):
+                raise DataError(f"{path}: no column {field!r}", hint=f"data.field: {nearest(field, columns)}")
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", {field: text}
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not a Parquet file, or damaged: {reason}", hint="write it again") from error
 
 
 def _matches(pattern: str) -> list[tuple[Path, str]]:
