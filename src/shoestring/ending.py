@@ -92,14 +92,14 @@ def opening(job: Job, run: Run, data: Feed, folder: Path) -> Iterator[str]:
 
 
 def repeated(resumed: int | None, reached: int) -> Iterator[str]:
-    """From which step the run goes on, and how many of those that it had `reached` are done again."""
+    """From which step the run continues, and how many of the steps that it had `reached` are repeated."""
     begun = resumed or 0
     lost = max(reached - begun, 0)
     again = f"{lost} step{'s are' if lost > 1 else ' is'} repeated, up to {reached}" if lost else ""
     if resumed is not None:
         yield f"resumed from step {begun}" + (f"; {again}" if again else "")
     elif again:
-        yield f"there was no save: {again}"
+        yield f"there was no checkpoint: {again}"
 
 
 def _device(job: Job) -> str:

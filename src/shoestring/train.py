@@ -54,7 +54,7 @@ def train(run: Run, world: World, record: Record | None = None) -> ending.Result
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(made(run, world, data, trace))
         if record is not None:
-            facts = {"ranks": world.size, "parameters": job.trace.parameters}
+            facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
             record.begin(path, world.rank, lambda: job.progress.step, **facts)
         loader = loader_of(run, world, data)
         stack.callback(loader.close)

@@ -150,7 +150,7 @@ def test_the_newest_step_is_that_of_the_last_whole_row(tmp_path):
         (10, 10, ["resumed from step 10"]),
         (10, 11, ["resumed from step 10; 1 step is repeated, up to 11"]),
         (10, 13, ["resumed from step 10; 3 steps are repeated, up to 13"]),
-        (None, 3, ["there was no save: 3 steps are repeated, up to 3"]),
+        (None, 3, ["there was no checkpoint: 3 steps are repeated, up to 3"]),
     ],
 )
 def test_a_restart_says_what_is_repeated(resumed, reached, said):

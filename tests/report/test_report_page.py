@@ -98,7 +98,7 @@ def test_the_page_says_what_happened(whole):
         "✓ finished",
         '<span class="number">1.91</span>',
         "Better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9",
-        "comm.bf16 saved 50% of bytes per step: 2.1 MB instead of 4.2 MB, measured; costs: rounding",
+        "comm.bf16 cut bytes per step by 50%: 2.1 MB instead of 4.2 MB, measured; costs: rounding",
         "default with 2 ranks",
         "rank 1 on laptop",
         "run.steps",
@@ -135,8 +135,8 @@ def test_the_bars_are_sorted_and_mark_the_run(whole):
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"used": 3, "without": 4, "measured": False}, "f saved 25% of GiB: 3 instead of 4, computed, not measured"),
-        ({"used": 5, "without": 4, "measured": True}, "f cost 25% more GiB: 5 instead of 4, measured"),
+        ({"used": 3, "without": 4, "measured": False}, "f cut GiB by 25%: 3 instead of 4, computed, not measured"),
+        ({"used": 5, "without": 4, "measured": True}, "f raised GiB by 25%: 5 instead of 4, measured"),
         ({"used": 5, "without": 0, "measured": True}, "f: GiB 5 instead of 0, measured"),
         ({"used": "x", "cost": "time"}, "f: nothing is known of GiB; costs: time"),
     ],
@@ -201,7 +201,8 @@ def test_the_parts_of_the_page_stay_small(whole):
     assert len(written(whole)) < 110_000  # of which the chart library has 53,000
 
 
-def test_the_chart_library_keeps_its_licence():
+def test_the_chart_library_keeps_its_licence(whole):
+    assert "Copyright (c) 2022 Leon Sorokin" in written(whole) and "Permission is hereby granted" in written(whole)
     assert "uPlot" in page._part("uplot/uPlot.iife.min.js")[:80] and "MIT" in page._part("uplot/LICENSE")
 
 

@@ -16,7 +16,7 @@ UNFINISHED = "unfinished"
 
 def name(run: RunFolder) -> str:
     """What the run calls itself, else its folder's name."""
-    given = run.summary.get("name") or table(run.settings, "run").get("name")
+    given = run.summary.get("name") or table(run.settings, "run").get("name") or started(run).get("name")
     return str(given) if given else run.path.resolve().name
 
 
@@ -38,7 +38,7 @@ def total_steps(run: RunFolder) -> int | None:
 
 
 def started(run: RunFolder) -> dict[str, Any]:
-    """What the newest start says of the run: its ranks and parameters."""
+    """What the newest start says of the run: its name, ranks and parameters."""
     return next((event for event in reversed(run.history) if event["event"] == "started"), {})
 
 

@@ -38,7 +38,10 @@ def write(folder: Path) -> Path:
 
 def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> str:
     """The whole page; its policy lets the two inline parts run, known by their hash, and nothing else load."""
-    style, script = ("\n".join(map(_part, parts)) for parts in (STYLE, SCRIPT))
+    style = "\n".join(map(_part, STYLE))
+    script = "\n".join(
+        (f"/* uPlot\n{_part('uplot/LICENSE')}*/", *map(_part, SCRIPT))
+    )  # the licence goes with every copy
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )

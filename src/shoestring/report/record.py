@@ -35,7 +35,7 @@ class Record:
 
         Args:
             step: gives the last step that was done.
-            facts: of the run, for a report before there are results (ranks, parameters).
+            facts: of the run, for a report before there are results (name, ranks, parameters).
         """
         self._folder, self._rank, self._step = folder, rank, step
         if rank > 0:

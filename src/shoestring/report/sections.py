@@ -206,10 +206,12 @@ def _span(name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, 
 
 
 def savings(run: RunFolder) -> Markup:
-    """A line for what each feature saved and what that cost."""
+    """A line for what each feature cut and what that cost."""
     lines = [saving(row) for row in tables(run.summary, "savings")]
     return (
-        _section("Saved, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="savings"))
+        _section(
+            "What features cut, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="savings")
+        )
         if lines
         else Markup()
     )
@@ -228,8 +230,8 @@ def saving(row: dict[str, Any]) -> str:
     if not without > 0 or used != used:
         return f"{feature}: {unit} {change}"
     share = 1 - used / without
-    verb = f"saved {figures.percent(share)} of" if share >= 0 else f"cost {figures.percent(-share)} more"
-    return f"{feature} {verb} {unit}: {change}"
+    verb = "cut" if share >= 0 else "raised"
+    return f"{feature} {verb} {unit} by {figures.percent(abs(share))}: {change}"
 
 
 def shown(run: RunFolder) -> Markup:
@@ -307,7 +309,7 @@ def documents(run: RunFolder) -> Markup:
         )
         if document
     ]
-    return _section("How to repeat it", *parts) if parts else Markup()
+    return _section("Settings and environment", *parts) if parts else Markup()
 
 
 def _section(title: str, *children: str) -> Markup:
