@@ -14,6 +14,7 @@ from benchmarks.checkpoint.faults import listening, tmpfs
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring import checkpoint
+from shoestring.checkpoint import budget
 from shoestring.checkpoint.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
@@ -69,6 +70,39 @@ def test_what_others_cannot_do_without_is_given_back_to_them(tmp_path):
     assert [line.startswith("no saves to memory") and "offload 1000 MB" in line for line in said] == [True]
     assert slots(engine) == [] and engine.safe["disk"] == 3 * BETWEEN
     engine.close()
+
+
+def settled(root):
+    """The budget of one start, which is then killed."""
+    engine, *rest = limited(root)
+    trained(engine, *rest, range(1, BETWEEN + 1))
+    found = engine.world.memory.budget
+    engine.close()
+    return found
+
+
+def test_the_budget_is_of_what_is_free_at_the_peak(tmp_path, monkeypatch):
+    """Between two steps activations are gone; the next step needs them again, beside the slots."""
+    monkeypatch.setattr(budget, "free_memory", lambda: 8e9)
+    monkeypatch.setattr(budget, "peak_above_now", lambda: 3e9)
+    before = settled(tmp_path / "1")
+    assert before == pytest.approx(7 / 8 * 5e9)
+    monkeypatch.setattr(budget, "peak_above_now", lambda: 9e9)
+    assert settled(tmp_path / "2") == 0
+
+
+def test_after_a_kill_for_memory_a_run_takes_less(tmp_path, monkeypatch):
+    kills, root = [4], tmp_path / "disk"
+    monkeypatch.setattr(budget, "free_memory", lambda: 8e9)
+    monkeypatch.setattr(budget, "peak_above_now", lambda: 0)
+    monkeypatch.setattr(budget, "kills_for_memory", lambda: kills[0])
+    whole = settled(root)
+    assert whole == pytest.approx(7e9, 1e-3) == settled(root)  # nothing was killed since
+    kills[0] += 1
+    assert settled(root) == settled(root) == pytest.approx(whole / 2, 1e-3)  # also after an end of another kind
+    kills[0] += 2
+    assert settled(root) == pytest.approx(whole / 4, 1e-3)
+    assert settled(tmp_path / "another") == pytest.approx(whole, 1e-3)
 
 
 def on_hosts(folder, budget, offload=0):
@@ -159,18 +193,25 @@ from pathlib import Path
 from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint.files import Files
 group, folder, budget = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+activations = int(sys.argv[4])
 engine, state, progress = engine_of(folder, 0, 1, Files())
 engine.settings = replace(engine.settings, budget=budget, disk_every=2)
 state.make = lambda step: {"bytes": torch.full((64 << 20,), step, dtype=torch.uint8)}
 (group / "cgroup.procs").write_text("0")
 for progress.step in range(1, 9):
     state.content = state.make(progress.step)
+    torch.ones(activations, dtype=torch.uint8)
     engine.wait()
     engine.capture(False)
     engine.drain()
 print(engine.safe["disk"], engine.safe["memory"])
 """
 ROOM = 280 << 20  # of which the state has 64 MB, twice while it is made anew, and a slot of it is as large
+
+
+def limit(group, nbytes):
+    name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
+    (group / name).write_text(str(nbytes))
 
 
 @pytest.fixture
@@ -180,7 +221,7 @@ def group():
     place = Path("/sys/fs/cgroup", "" if v2 else "memory", f"shoestring-test-{os.getpid()}")
     try:
         place.mkdir()
-        (place / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(ROOM))
+        limit(place, ROOM)
     except OSError as error:
         with suppress(OSError):
             place.rmdir()
@@ -189,9 +230,9 @@ def group():
     place.rmdir()
 
 
-def said(group, folder, budget):
+def said(group, folder, budget, activations=0):
     path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", LIMITED, str(group), str(folder), str(budget)]
+    command = [sys.executable, "-c", LIMITED, str(group), str(folder), str(budget), str(activations)]
     with tmpfs(folder.with_name(f"{folder.name}-memory-0"), 1 << 30):
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
 
@@ -206,6 +247,17 @@ def test_a_run_in_a_small_container_is_not_killed_for_its_slots(group, tmp_path)
 @pytest.mark.slow
 def test_it_would_be_killed_without_a_budget(group, tmp_path):
     assert said(group, tmp_path / "disk", 1000).returncode == -9
+
+
+@pytest.mark.slow
+def test_a_run_is_not_killed_for_the_activations_that_its_slots_leave_no_room_for(group, tmp_path):
+    """Between two steps there is room for three slots, beside the activations of the next one there is not."""
+    limit(group, 800 << 20)
+    done = said(group, tmp_path / "disk", 0, 400 << 20)
+    assert (done.returncode, done.stdout.split()) == (0, ["8", "0"]), done.stderr
+    assert said(group, tmp_path / "other", 1000, 400 << 20).returncode == -9
+    done = said(group, tmp_path / "third", 0, 100 << 20)
+    assert (done.returncode, done.stdout.split()) == (0, ["8", "8"]), done.stderr
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -3,47 +3,58 @@ copy to write to disk from is always taken."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import json
 from contextlib import suppress
 from pathlib import Path
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.circle import Circle
-from shoestring.core.leases import HostMemory
+from shoestring.checkpoint.files import Files
+from shoestring.core.leases import HostMemory, Order
+from shoestring.core.system import free_memory, kills_for_memory, peak_above_now
 from shoestring.core.world import World
 
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
-"""The leases; their places are the orders in which they are given back, the last one first."""
-_ORDERS = {name: order for order, name in enumerate((STAGING, OWN, HELD))}
-_MOST = 7 / 8  # of what is free once training has what it needs
-_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Of a cgroup of version 2 and 1: its limit, its use, and the line of `memory.stat` with what can be dropped."""
+_ALL = 1e18  # bytes: no host has as many
+_ORDERS = {STAGING: Order.REQUIRED, OWN: Order.CHECKPOINT, HELD: Order.PEERS}
 
 
-def share(circle: Circle, world: World, settings: Tiered, folder: Path) -> None:
-    """Set a rank's part of its host's memory, unless it is set: what the user allows, or most of what is free now.
+def share(circle: Circle, world: World, settings: Tiered, folder: Path, files: Files) -> None:
+    """Set a rank's part of its host's memory, unless it is set: what the user allows, or most of what is free at the
+    peak of a step.
 
-    What has been leased is in use by now, and what slots of an earlier start take will be filled again: neither is
-    free, and both count as if it were. A collective.
+    What slots of an earlier start take will be filled again: it counts as if it were free. If something was killed for
+    memory since that start, it may have taken too much: from now on the run takes half of it. A collective.
     """
+    if settings.budget:
+        world.memory.budget = settings.budget * 1e9 / world.local_size
+        return
     there = 0
     with suppress(OSError):
         there = sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
+    note = folder.parent / f"budget-{folder.name}.json"
+    most, kills = _allowed(note), kills_for_memory()
     host = world.rank // world.local_size * world.local_size
-    free = min(circle.tell(free_memory() + there)[host : host + world.local_size])
-    if settings.budget:
-        world.memory.budget = settings.budget * 1e9 / world.local_size
-    elif world.memory.budget == math.inf:
-        leased = sum(nbytes for nbytes, _ in world.memory.leases.values())
-        world.memory.budget = _MOST * free / world.local_size + leased
+    told = circle.tell([min(free_memory() + there, _ALL), peak_above_now(), most])[host : host + world.local_size]
+    free = min(free for free, _, _ in told) - sum(above for _, above, _ in told)
+    free = max(0.0, min([free, *(most for *_, most in told)]))
+    world.memory.settle(free, world.local_size)
+    if world.local_rank == 0:
+        with suppress(OSError):
+            files.folder(folder)
+            note.write_text(json.dumps({"free": free, "most": most, "kills": kills}))
+
+
+def _allowed(note: Path) -> float:
+    """Bytes that all ranks of this host may take at most, for what happened to earlier starts of the run."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(note.read_bytes())
+        return float(before["free"]) / 2 if kills_for_memory() > before["kills"] else float(before["most"])
+    return _ALL
 
 
 def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
-    """Why there is no room for some slots any more; empty where they have their lease."""
+    """Why there is no room for some slots any more, which must be freed, and then given; empty where there is."""
     if memory.take(name, slots * nbytes, _ORDERS[name]):
         return ""
     return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {memory}"
@@ -53,26 +64,3 @@ def release(memory: HostMemory) -> None:
     """Give everything back."""
     for name in _ORDERS:
         memory.give(name)
-
-
-def free_memory(root: Path = Path("/")) -> float:
-    """Bytes that are left to this process: of its host, and of its cgroups (v1 or v2); inf where nothing says.
-
-    Caches of files count as left.
-    """
-    with suppress(OSError, KeyError):
-        said = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        found = [each for _, kind, path in groups for each in _left(root / "sys/fs/cgroup", kind, path.strip("/"))]
-        return max(0, min([int(said["MemAvailable"].split()[0]) * 1024, *found]))
-    return math.inf
-
-
-def _left(mount: Path, kind: str, path: str) -> Iterator[int]:
-    """What a cgroup and those above it have left; a group that is not mounted here under its path is passed over."""
-    folder = mount / kind / path
-    for each in (folder, *folder.parents[: len(Path(path).parts)]) if kind in _FILES else ():
-        limit, used, cache = _FILES[kind]
-        with suppress(OSError, ValueError, KeyError):  # "max" is no number: no limit
-            stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
-            yield int((each / limit).read_text()) - int((each / used).read_text()) + int(stat[cache])

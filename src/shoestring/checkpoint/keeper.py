@@ -164,8 +164,10 @@ class Keeper:
         if self.settings.peers == "parity":
             nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
         reason = budget.lacking(self.world.memory, budget.HELD, len(self.held), nbytes)
-        for each in self.held if reason else ():
-            each.close()
+        if reason:
+            for each in self.held:
+                each.close()
+            self.world.memory.give(budget.HELD)
         return self._any(slot.lacking or reason)
 
     def _persist(self, slot: Slot, record: Record) -> None:

@@ -18,6 +18,7 @@ from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
 from shoestring.checkpoint.tiered import Engine
 from shoestring.core.errors import CheckpointError
+from shoestring.core.system import forget_peak
 
 log = logging.getLogger("shoestring")
 
@@ -106,6 +107,7 @@ def _since(engine: Engine, wanted: Wanted) -> float:
 
 
 def _go_on(engine: Engine, choice: Choice, start: int) -> None:
+    forget_peak()  # what was mapped to be read is none of training's
     engine.begin(start, choice.generation)
     if engine.world.local_rank == 0:
         _forget(engine, choice.generation)

@@ -183,7 +183,7 @@ class Engine:
     def _share(self) -> None:
         """Find out how much of the host's memory there is for this rank; a collective."""
         self._fits = True
-        budget.share(self.circle, self.world, self.settings, self.folder)
+        budget.share(self.circle, self.world, self.settings, self.folder, self.files)
 
     def _reserve(self) -> None:
         """Make room beside training: fresh memory for what a GPU holds takes ten times as long as copying it."""
@@ -204,6 +204,7 @@ class Engine:
                 self.stager.unpin()
                 for each in self.own:
                     each.close(reason)
+                self.world.memory.give(budget.OWN)
                 self.own, self.keeper.pinned = [slot], None
         if not self._fits:
             self.world.memory.take(budget.STAGING, nbytes)

@@ -5,34 +5,58 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field
+from enum import IntEnum
+
+_MOST = 7 / 8  # of what is free while training takes the most
+
+
+class Order(IntEnum):
+    """Who gives memory back when it gets short: the last of these first, the first never."""
+
+    REQUIRED = 0
+    """What training cannot do without: offloaded state, the one copy that is written to disk from."""
+    CACHE = 1
+    """What can be read or computed again, at the price of speed."""
+    CHECKPOINT = 2
+    """This host's own checkpoints in memory."""
+    PEERS = 3
+    """Checkpoints that this host holds for others."""
 
 
 @dataclass(eq=False)
 class HostMemory:
     """What one rank may take of its host's memory beside what its process has anyway; for use from any thread.
 
-    A lease is taken again before each use. Those of order 0 are what a run cannot do without, and always granted;
-    others only where there is room beside all of the same and of lower orders. Else the lease has ended, and its
-    memory must be given back: where it gets short, the highest orders go first.
+    A lease is taken again before each use. Those of `Order.REQUIRED` are always granted; others where there is room
+    beside all of the same and of earlier orders. Who is refused keeps what it had until it has freed that memory and
+    gives it: it is in use until then.
     """
 
     budget: float = math.inf
-    """Bytes; whoever comes first sets it: to a number that the user gave, or the rank's share of what is free."""
-    leases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes; see `settle`."""
+    leases: dict[str, tuple[int, Order]] = field(default_factory=dict)
     """Bytes and order, by name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, name: str, nbytes: int, order: int = 0) -> bool:
-        """Lease so many bytes in place of what `name` had; whether they were granted."""
+    def settle(self, free: float, ranks: int = 1) -> None:
+        """Set the budget, once in a run: this rank's share of most of what is free on a host of so many `ranks`.
+
+        What has been leased by now is in use, and so not free: it comes on top.
+        """
         with self._lock:
-            self.leases.pop(name, None)
-            firm = sum(taken for taken, of in self.leases.values() if of <= order)
-            if granted := order == 0 or firm + nbytes <= self.budget:
+            if self.budget == math.inf:
+                self.budget = _MOST * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
+
+    def take(self, name: str, nbytes: int, order: Order = Order.REQUIRED) -> bool:
+        """Lease so many bytes in place of what `name` has; whether they were granted. A refusal changes nothing."""
+        with self._lock:
+            firm = sum(taken for of, (taken, kind) in self.leases.items() if of != name and kind <= order)
+            if granted := order is Order.REQUIRED or firm + nbytes <= self.budget:
                 self.leases[name] = nbytes, order
             return granted
 
     def give(self, name: str) -> None:
-        """End a lease."""
+        """End a lease; its memory must have been freed."""
         with self._lock:
             self.leases.pop(name, None)
 

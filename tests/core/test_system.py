@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoestring.checkpoint.budget import free_memory
+from shoestring.core.system import forget_peak, free_memory, kills_for_memory, peak_above_now
 
 NAMES = {"memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), "": ("max", "current", "inactive_file")}
 GIB = 1 << 30
@@ -44,3 +44,36 @@ def test_no_limit_and_a_group_that_is_not_mounted_here(tmp_path):
 
 def test_this_host_says_something():
     assert 0 < free_memory() < 1 << 50
+
+
+def test_what_a_process_had_at_its_peak_beside_what_it_has_now(tmp_path):
+    assert peak_above_now(tmp_path) == 0  # nothing says
+    status = tmp_path / "proc/self/status"
+    status.parent.mkdir(parents=True)
+    status.write_text("Name:\tpython\nVmHWM:\t  5000 kB\nVmRSS:\t  2000 kB\n")
+    assert peak_above_now(tmp_path) == 3000 * 1024
+    forget_peak(tmp_path)
+    assert (tmp_path / "proc/self/clear_refs").read_text() == "5"
+
+
+def test_this_process_has_had_more(tmp_path):
+    forget_peak()
+    if peak_above_now() > 16 << 20:
+        pytest.skip("the system does not let a process forget its peak")
+    large = bytearray(64 << 20)
+    large[:: 1 << 12] = b"x" * len(large[:: 1 << 12])
+    del large
+    assert 32 << 20 < peak_above_now() < 128 << 20
+
+
+@pytest.mark.parametrize(("line", "file"), [("0::/a", "memory.events"), ("4:memory:/a", "memory/a/memory.oom_control")])
+def test_kills_for_memory_are_of_the_group_and_of_the_host_where_no_group_says(tmp_path, line, file):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    assert kills_for_memory(tmp_path) == 0
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    assert kills_for_memory(tmp_path) == 7
+    path = tmp_path / "sys/fs/cgroup" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert kills_for_memory(tmp_path) == 3
