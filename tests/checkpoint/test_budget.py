@@ -252,12 +252,12 @@ def test_it_would_be_killed_without_a_budget(group, tmp_path):
 @pytest.mark.slow
 def test_a_run_is_not_killed_for_the_activations_that_its_slots_leave_no_room_for(group, tmp_path):
     """Between two steps there is room for three slots, beside the activations of the next one there is not."""
-    limit(group, 800 << 20)
+    limit(group, 640 << 20)
     done = said(group, tmp_path / "disk", 0, 400 << 20)
     assert (done.returncode, done.stdout.split()) == (0, ["8", "0"]), done.stderr
     assert said(group, tmp_path / "other", 1000, 400 << 20).returncode == -9
-    done = said(group, tmp_path / "third", 0, 100 << 20)
-    assert (done.returncode, done.stdout.split()) == (0, ["8", "8"]), done.stderr
+    done = said(group, tmp_path / "third", 0, 100 << 20)  # here there is
+    assert (done.returncode, done.stdout.split()) == (0, ["8", "6"]), done.stderr
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
