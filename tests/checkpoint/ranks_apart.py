@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import Setting, Trainee
+from shoestring.checkpoint import circle as circle_module
 from shoestring.checkpoint import peers
 from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.files import Files
@@ -117,3 +120,29 @@ def copied(*, folder: str) -> str:
         return str(error)
     finally:
         circle.close()
+
+
+def abandoned() -> dict[str, str]:
+    """What rank 0 is told when rank 1 does not come to an exchange, of each kind."""
+    data = torch.zeros(64 << 20, dtype=torch.uint8)  # more than a socket's buffers take
+    exchanges: dict[str, Callable[[Circle], Any]] = {
+        "tell": lambda circle: circle.tell("here"),
+        "least": lambda circle: circle.least([1.0]).wait(),
+        "receive": lambda circle: circle.swap([], [(1, data)]),
+        "send": lambda circle: circle.swap([(1, data)], []),
+    }
+    said = {}
+    for name, exchange in exchanges.items():
+        dist.barrier()  # so that joining takes no longer, either
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(circle_module, "timeout_of", lambda _: timedelta(seconds=2))
+            circle = Circle.of(here(), "writing a checkpoint")
+        if circle.rank == 0:
+            try:
+                exchange(circle)
+                said[name] = ""
+            except RuntimeError as error:
+                said[name] = str(error)
+        dist.barrier()
+        circle.close()
+    return said

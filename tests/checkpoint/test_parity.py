@@ -3,8 +3,8 @@
 import pytest
 from parity_ranks import gathers, rebuilds
 
-from shoestring.checkpoint.circle import HEAD
 from shoestring.checkpoint.peers import _STRIDE
+from shoestring.core.world import HEAD
 from shoestring.testing.pool import Pool
 
 EACH = {"0": 0, "1": 1, "2": 2, "3": 3}

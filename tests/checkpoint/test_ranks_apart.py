@@ -39,3 +39,10 @@ def test_saves_to_peers_go_on_after_one_that_was_miscopied(pool, tmp_path, parit
     every = pool.call(ranks_apart.miscopied, folder=str(tmp_path), parity=parity)
     assert [each[:2] for each in every] == [[0, 4]] * 2
     assert every[0][2] == [f"no saves to peers: {why}; earlier ones are intact, and training goes on"]
+
+
+def test_an_exchange_that_a_rank_does_not_come_to_says_what_it_was_for(pool):
+    said = pool.call(ranks_apart.abandoned)[0]
+    for exchange, error in said.items():
+        who = "all ranks" if exchange in ("tell", "least") else "rank 1"
+        assert error.startswith(f"waiting for {who}, for writing a checkpoint: ") and "imed out" in error, error

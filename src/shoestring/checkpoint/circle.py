@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.checkpoint.checksum import crc32
+from shoestring.checkpoint.waits import PATIENCE, naming
 from shoestring.core._torch import name_groups_from, timeout_of
-from shoestring.core.world import World
+from shoestring.core.world import World, gather
 
 PIECE = 4 << 20  # bytes of one message
-HEAD = 1 << 10  # bytes that travel with the length of what is gathered
 
 
 @dataclass(frozen=True)
@@ -28,41 +28,39 @@ class Circle:
     rank: int
     size: int
     group: dist.ProcessGroup | None
+    purpose: str = "checkpoints"
+    """What its exchanges are for, in words; the error of one that fails or takes too long says so."""
+    patience: float = PATIENCE
+    """Seconds that an exchange may take."""
 
     @classmethod
-    def of(cls, world: World) -> Circle:
+    def of(cls, world: World, purpose: str = "checkpoints") -> Circle:
         """A group of its own for all ranks of a world; a collective."""
         if world.size == 1:
-            return cls(0, 1, None)
+            return cls(0, 1, None, purpose)
         assert dist.group.WORLD is not None
         # torchrun gives ranks that it starts again the store of those that died: groups of the same names, which count
         # up from 0 in every program, would find the addresses of the dead there.
         name_groups_from(int.from_bytes(world.broadcast(secrets.token_bytes(4) if world.first else None)) + 1_000_000)
         timeout: timedelta = timeout_of(dist.group.WORLD)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup)
-        dist.barrier(group)  # who destroys it soon must not cut off those that are still connecting
-        return cls(world.rank, world.size, group)
+        with naming(f"all ranks to join the group for {purpose}"):
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            dist.barrier(group)  # who destroys it soon must not cut off those that are still connecting
+        return cls(world.rank, world.size, group, purpose, timeout.total_seconds())
 
     def close(self) -> None:
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank; where all are short, in one round."""
-        if self.group is None:
-            return [data]
-        heads = self._gathered(len(data).to_bytes(8, "little") + data[:HEAD], 8 + HEAD)
-        lengths = [int.from_bytes(each[:8], "little") for each in heads]
-        if (longest := max(lengths)) <= HEAD:
-            return [each[8 : 8 + length] for each, length in zip(heads, lengths, strict=True)]
-        return [each[:length] for each, length in zip(self._gathered(data, longest), lengths, strict=True)]
+        """The bytes of every rank, on every rank."""
+        with naming(self._all):
+            return gather(data, self.size, group=self.group)
 
-    def _gathered(self, data: bytes, width: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(theirs, mine, group=self.group)
-        return [each.numpy().tobytes() for each in theirs]
+    @property
+    def _all(self) -> str:
+        return f"all ranks, for {self.purpose}"
 
     def tell(self, value: object) -> list:
         """A JSON value of every rank, on every rank."""
@@ -73,8 +71,9 @@ class Circle:
         numbers = torch.tensor(list(values), dtype=torch.float64)
         work = None
         if self.group is not None:
-            work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
-        return Pending(numbers, work)
+            with naming(self._all):
+                work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
+        return Pending(numbers, work, self._all)
 
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
         """Send and receive contiguous tensors, in messages of at most `PIECE` bytes, all pairs side by side.
@@ -99,7 +98,7 @@ class Circle:
         self._send(list(_messages(sends)))
         damaged = set[int]()
         for (rank, view, mark), pair in zip(arriving, works, strict=True):
-            _wait(pair)
+            self._wait(rank, pair)
             if crc32(view.numpy().data) != int(mark):
                 damaged.add(rank)
         return damaged
@@ -107,20 +106,21 @@ class Circle:
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
         """A few messages at a time, so that training's own traffic gets its turn between them."""
         window = 2 * len({rank for rank, _ in messages})
-        under_way: deque[Sequence[dist.Work | None]] = deque()
+        under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
         for rank, view in messages:
             mark = torch.tensor([crc32(view.numpy().data)])
-            under_way.append((dist.isend(view, rank, group=self.group), dist.isend(mark, rank, group=self.group)))
+            pair = dist.isend(view, rank, group=self.group), dist.isend(mark, rank, group=self.group)
+            under_way.append((rank, pair))
             if len(under_way) >= window:
-                _wait(under_way.popleft())
-        for pair in under_way:
-            _wait(pair)
+                self._wait(*under_way.popleft())
+        for rank, pair in under_way:
+            self._wait(rank, pair)
 
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None
-        work.wait()
+    def _wait(self, rank: int, works: Sequence[dist.Work | None]) -> None:
+        with naming(f"rank {rank}, for {self.purpose}"):
+            for work in works:
+                assert work is not None
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,12 @@ class Pending:
 
     numbers: Tensor
     work: dist.Work | None
+    awaited: str
 
     def wait(self) -> list[float]:
         if self.work is not None:
-            self.work.wait()
+            with naming(self.awaited):
+                self.work.wait()
         return self.numbers.tolist()
 
 

@@ -20,15 +20,17 @@ from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.disk import Disk, manifests
 from shoestring.checkpoint.files import Files, tried
 from shoestring.checkpoint.generation import Entry, Generation, Record
-from shoestring.checkpoint.layout import PRIVATE, REST, SHARE
+from shoestring.checkpoint.layout import KINDS, PRIVATE, REST, SHARE
 from shoestring.checkpoint.schedule import DISK, LEVELS, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.slots import SEAL, Slot, oldest
+from shoestring.checkpoint.waits import result_of, stop
 from shoestring.core.errors import CheckpointError
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
 
+KEEPING = "copying a checkpoint to peers or writing it to disk"
 REBUILT = "rebuilt-"
 """Begins the names of slots with parts of lost ranks, which are needed until the next save."""
 
@@ -66,12 +68,13 @@ class Keeper:
     """The own slot whose generation the peers have, too."""
 
     def __post_init__(self) -> None:
-        self.circle = Circle.of(self.world)
+        self.circle = Circle.of(self.world, "copying a checkpoint to peers or to disk")
         self.held = [Slot(self.folder / f"held-{self.world.local_rank}-{index}", self.files) for index in range(2)]
         self.disk = Disk(Path(self.settings.folder), self.files)
         self._thread = ThreadPoolExecutor(1, "checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
+        self._nbytes = 0  # of what is kept
         self._rebuilt: list[Slot] = []
         self._disk_is_shared: bool | None = None
 
@@ -102,17 +105,17 @@ class Keeper:
             sealing: gives why it must not be kept, if anything speaks against it.
             record: its generation and notes.
         """
-        self._reads = slot
+        self._reads, self._nbytes = slot, sum(map(len, slot.parts(KINDS).values()))
         self._keeping = self._thread.submit(self._keep, sealing, slot, frozenset(levels), record)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
         if self._keeping is not None:
-            self._keeping.result()
+            result_of(self._keeping, KEEPING, self._nbytes, 4 * self.circle.patience)
 
     def close(self, *, forget: bool) -> None:
         """Stop the thread; and give the memory back that it held for others."""
-        self._thread.shutdown(cancel_futures=True)
+        stop(self._thread, KEEPING, self._nbytes, 4 * self.circle.patience)
         for slot in self.held if forget else ():
             slot.close()
         self.circle.close()
@@ -125,7 +128,7 @@ class Keeper:
 
     def _keep(self, sealing: Future[str], slot: Slot, levels: frozenset[str], record: Record) -> None:
         try:
-            if self._any(sealing.result()):
+            if self._any(result_of(sealing, "sealing a checkpoint in this host's memory", self._nbytes)):
                 return
             if PEERS in levels:
                 self._replicate(slot, record.generation)

@@ -20,6 +20,7 @@ from shoestring.checkpoint.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
 from shoestring.checkpoint.part import Draft, Form, aligned
 from shoestring.checkpoint.slots import Slot
 from shoestring.checkpoint.tree import encode, root, step
+from shoestring.checkpoint.waits import result_of, stop
 from shoestring.core._torch import foreach_copy_, own_name
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
@@ -178,6 +179,8 @@ class Stager:
     """Until the training thread may go on; on a GPU, once the copies are issued."""
     _copied: Future[None] | None = None
     """Until the newest slot is full."""
+    nbytes: int = 0
+    """Of the newest copy."""
     _hurry: threading.Event = field(default_factory=threading.Event)
     _pinned: dict[int, Tensor | None] = field(default_factory=dict)
     """By address, memory of slots; None where it cannot be pinned."""
@@ -213,6 +216,7 @@ class Stager:
                 when = later if source.untyped_storage().data_ptr() in stable else now
                 when.targets.append(target)
                 when.sources.append(source)
+        self.nbytes = now.nbytes + later.nbytes
         now.do()
         self._hurry.clear()
         self._copied = None
@@ -227,7 +231,7 @@ class Stager:
         if self._copying is not None:
             self._times.append(time.perf_counter() - self._began)
             self._hurry.set()
-            self._copying.result()
+            result_of(self._copying, "copying state to this host's memory", self.nbytes)
             self._copying = None
         if self._event is not None:
             training, before, after = torch.cuda.current_stream(), _mark(), _mark()
@@ -247,11 +251,11 @@ class Stager:
 
     def then(self, work: Callable[[], T]) -> Future[T]:
         """Do some work once the slot is full, beside the next copy; on a GPU, on a stream of its own."""
-        copied = self._copied
+        copied, nbytes = self._copied, self.nbytes
 
         def following() -> T:
             if copied is not None:
-                copied.result()
+                result_of(copied, "copying state to this host's memory", nbytes)
             with torch.cuda.stream(self._reading):
                 return work()
 
@@ -259,8 +263,8 @@ class Stager:
 
     def close(self) -> None:
         self._hurry.set()
-        self._copier.shutdown()
-        self._follower.shutdown()
+        stop(self._copier, "copying state to this host's memory", self.nbytes)
+        stop(self._follower, "sealing a checkpoint in this host's memory", self.nbytes)
         self.unpin()
 
     def unpin(self) -> None:

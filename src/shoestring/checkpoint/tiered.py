@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from shoestring.checkpoint.keeper import Keeper, Standing
 from shoestring.checkpoint.schedule import DISK, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.slots import Slot, oldest
 from shoestring.checkpoint.staging import Stager
+from shoestring.checkpoint.waits import result_of
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
@@ -52,7 +54,7 @@ class Engine:
     files: Files = field(default_factory=Files)
 
     def __post_init__(self) -> None:
-        self.circle = Circle.of(self.world)
+        self.circle = Circle.of(self.world, "agreeing on checkpoints")
         local = self.world.local_rank
         self.schedule = Schedule(self.settings, self.world.hosts)
         threads = threads_beside(self.world.local_size)
@@ -64,7 +66,7 @@ class Engine:
         self.keeper = Keeper(self.world, self.settings, self.folder, self.files, self.schedule, self.standing)
         self.start, self.uid = 0, ""
         self.finished = self._last = False
-        self._under_way: dict[Slot, Future[str] | Future[None]] = {}
+        self._under_way: dict[Slot, Future[Any]] = {}
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
@@ -259,7 +261,7 @@ class Engine:
     def _settle(self) -> None:
         """Wait until no own slot is being filled or sealed."""
         for work in self._under_way.values():
-            work.result()
+            result_of(work, "sealing a checkpoint in this host's memory", self.stager.nbytes)
 
     def close(self) -> None:
         """Stop the threads; a run that ended with everything on disk leaves nothing in memory."""

@@ -1,0 +1,81 @@
+"""No wait is without an end, and each says for what it waited."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring.checkpoint import waits
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.slots import SEAL
+from shoestring.checkpoint.waits import result_of, stop
+from shoestring.core.errors import CheckpointError
+
+
+def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():
+    with pytest.raises(CheckpointError, match=r"copying did not end in 0 s .*stuck"):
+        result_of(Future(), "copying", nbytes=1, patience=0.0)
+    slow = Future()
+    slow.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
+        result_of(slow, "copying")
+
+
+def test_a_thread_ends_after_what_it_was_given_or_it_is_named():
+    done, gate, thread = [], threading.Event(), ThreadPoolExecutor(1)
+    thread.submit(gate.wait, 30)
+    thread.submit(lambda: done.append(True))
+    with pytest.raises(CheckpointError, match="sealing did not end in 0 s"):
+        stop(thread, "sealing", patience=0)
+    gate.set()
+    stop(thread, "sealing")
+    stop(thread, "sealing")
+    assert done == [True]
+
+
+class Stuck(Files):
+    """A device that does not answer while the gate is closed."""
+
+    def __init__(self, act, kind):
+        self.act, self.kind, self.gate = act, kind, threading.Event()
+        self.gate.set()
+
+    def before(self, act, path, data=b"", at=0):
+        if act == self.act and self.kind in path.name:
+            self.gate.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "said"),
+    [
+        ("rename", SEAL, "sealing a checkpoint in this host's memory"),
+        ("write", "private-0", "copying a checkpoint to peers or writing it to disk"),
+    ],
+)
+def test_a_stuck_device_is_told_of_in_words(tmp_path, monkeypatch, act, kind, said):
+    files = Stuck(act, kind)
+    engine, *rest = engine_of(tmp_path / "disk", 0, 1, files)
+    trained(engine, *rest, range(1, BETWEEN + 1))
+    files.gate.clear()
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    engine.keeper.circle = replace(engine.keeper.circle, patience=0.0)
+    with pytest.raises(CheckpointError, match=f"{said} did not end in 0 s"):
+        trained(engine, *rest, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    files.gate.set()
+    monkeypatch.undo()
+    engine.keeper.circle = replace(engine.keeper.circle, patience=waits.PATIENCE)
+    engine.close()
+
+
+def test_a_copy_that_does_not_end_is_told_of_before_the_optimizer_steps(tmp_path, monkeypatch):
+    engine, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    engine.stager._copying = Future()
+    with pytest.raises(CheckpointError, match="copying state to this host's memory did not end in 0 s"):
+        engine.wait()
+    monkeypatch.undo()
+    engine.stager._copying = None
+    engine.close()
