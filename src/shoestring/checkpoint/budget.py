@@ -11,8 +11,8 @@ from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.files import Files
 from shoestring.core.leases import HostMemory, Order
-from shoestring.core.system import free_memory, kills_for_memory, peak_above_now
 from shoestring.core.world import World
+from shoestring.planning.system import free_memory, kills_for_memory, peak_above_now
 
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
 _ALL = 1e18  # bytes: no host has as many

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.waits import PATIENCE, naming
 from shoestring.core._torch import name_groups_from, timeout_of
-from shoestring.core.world import World, gather
+from shoestring.core.world import World
 
 PIECE = 4 << 20  # bytes of one message
 
@@ -56,7 +56,7 @@ class Circle:
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""
         with naming(self._all):
-            return gather(data, self.size, group=self.group)
+            return World(self.rank, self.size).gather(data, self.group)
 
     @property
     def _all(self) -> str:

@@ -18,7 +18,7 @@ from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
 from shoestring.checkpoint.tiered import Engine
 from shoestring.core.errors import CheckpointError
-from shoestring.core.system import forget_peak
+from shoestring.planning.system import forget_peak
 
 log = logging.getLogger("shoestring")
 

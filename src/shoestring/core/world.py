@@ -71,9 +71,27 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank."""
-        return gather(data, self.size, self.device)
+    def gather(self, data: bytes, group: Any = None) -> list[bytes]:
+        """The bytes of every rank, on every rank; where all are short, in one round.
+
+        Bytes, not objects: nothing that arrives is unpickled.
+
+        Args:
+            group: another process group of all ranks, for this world's device.
+        """
+        if self.size == 1:
+            return [data]
+        heads = self._gathered(len(data).to_bytes(8, "little") + data[:HEAD], 8 + HEAD, group)
+        lengths = [int.from_bytes(head[:8], "little") for head in heads]
+        longest = max(lengths)
+        whole = [head[8:] for head in heads] if longest <= HEAD else self._gathered(data, longest, group)
+        return [each[:length] for each, length in zip(whole, lengths, strict=True)]
+
+    def _gathered(self, data: bytes, width: int, group: Any) -> list[bytes]:
+        mine = self._tensor(data.ljust(width, b"\0"))
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=group)
+        return [each.cpu().numpy().tobytes() for each in theirs]
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank."""
@@ -124,27 +142,6 @@ class World:
             local_size=local_size,
             device=own_device(local_rank) if on_gpu else torch.device("cpu"),
         )
-
-
-def gather(data: bytes, size: int, device: torch.device | str = "cpu", group: Any = None) -> list[bytes]:
-    """The bytes of each of the `size` ranks of a group, on every one; where all are short, in one round.
-
-    Bytes, not objects: nothing that arrives is unpickled.
-    """
-
-    def exchanged(data: bytes, width: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
-        theirs = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(theirs, mine, group=group)
-        return [each.cpu().numpy().tobytes() for each in theirs]
-
-    if size == 1:
-        return [data]
-    heads = exchanged(len(data).to_bytes(8, "little") + data[:HEAD], 8 + HEAD)
-    lengths = [int.from_bytes(head[:8], "little") for head in heads]
-    longest = max(lengths)
-    whole = [head[8:] for head in heads] if longest <= HEAD else exchanged(data, longest)
-    return [each[:length] for each, length in zip(whole, lengths, strict=True)]
 
 
 def own_device(local_rank: int) -> torch.device:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoestring.core.system import forget_peak, free_memory, kills_for_memory, peak_above_now
+from shoestring.planning.system import forget_peak, free_memory, kills_for_memory, peak_above_now
 
 NAMES = {"memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), "": ("max", "current", "inactive_file")}
 GIB = 1 << 30
