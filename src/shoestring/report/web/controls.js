@@ -114,7 +114,11 @@ function start() {
     controls(form);
     [...data.large, ...data.small].forEach((spec, k) => charts.push(new Chart(spec, document.getElementById(`chart-${k}`), k < data.large.length)));
     drawAll();
-    new ResizeObserver(redraw).observe(form);
+    let width = form.clientWidth;
+    new ResizeObserver(() => { // of the width: the height changes with the words beside the slider
+      if (form.clientWidth !== width) redraw();
+      width = form.clientWidth;
+    }).observe(form);
     const root = document.documentElement, before = root.dataset.theme;
     addEventListener("beforeprint", () => { root.dataset.theme = "light"; drawAll(); });
     addEventListener("afterprint", () => { if (before) root.dataset.theme = before; else delete root.dataset.theme; drawAll(); });
