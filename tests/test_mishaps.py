@@ -8,7 +8,7 @@ from torch import nn
 
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
-from shoestring.mishaps import ended_by_signals
+from shoestring.mishaps import stop_on_signals
 from shoestring.optim import AdamW
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -40,11 +40,11 @@ def job():
 )
 def test_the_first_signal_stops_after_the_step_and_only_a_second_interrupt_goes_further(usual, sent, usually):
     with job() as one:
-        with ended_by_signals(one):
+        with stop_on_signals(one):
             for number in sent:
                 signal.raise_signal(number)
             assert usual == usually
-            one.step(torch.ones(1, 2))
+            one.step((torch.ones(1, 2),))
             assert one.stopping
         signal.raise_signal(TERM)
     assert usual == [*usually, TERM]

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 
+from shoestring import run
 from shoestring.core.errors import ConfigError
 from shoestring.settings import describe, help_texts, structure
 
@@ -73,3 +74,24 @@ def test_types_in_words():
 
 def test_help_is_the_string_under_a_field():
     assert help_texts(Table) == {"steps": "How many.", "rate": "How fast, over two lines."}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("run.toml", "run"),
+        ("./run.toml", "run"),
+        ("../run.toml", "run"),
+        ("other.toml", "other"),
+        ("first/run.toml", "first"),
+        ("first", "first"),
+        ("quickstart", "quickstart"),
+    ],
+)
+def test_a_run_is_named_alike_in_every_folder(tmp_path, monkeypatch, source, name):
+    for folder in (tmp_path, tmp_path / "here", tmp_path / "here" / "first"):
+        folder.mkdir(exist_ok=True)
+        for file in ("run.toml", "other.toml"):
+            (folder / file).write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    assert run.load(source).name == name

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,7 +92,7 @@ def rank_of(text: str, rank: int) -> None:
     for of in task["of"]:
         folder, memory = place / f"saves-{of}", place / f"memory-{of}"
         settings = {"memory_every": 2, "peers_every": 0, "disk_every": 0}
-        with job_of(folder, memory, task["under"], task["rows"], **settings) as job:
+        with closing(job_of(folder, memory, task["under"], task["rows"], **settings)) as job:
             if task["what"] == "save":
                 for _ in range(2):  # the third would be the last, which leaves nothing in memory
                     job.step(torch.ones(8, 64))

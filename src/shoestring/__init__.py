@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoestring.core.trace import span
     from shoestring.core.world import World
     from shoestring.joining import join
+    from shoestring.mishaps import stop_on_signals
 
 _HOME = {
     "Curve": "core.feature",
@@ -37,6 +38,7 @@ _HOME = {
     "span": "core.trace",
     "World": "core.world",
     "join": "joining",
+    "stop_on_signals": "mishaps",
     "load_model": "build",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "parallel",
     "precision",
     "span",
+    "stop_on_signals",
 ]
 
 

@@ -8,11 +8,15 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from shoestring.core.errors import CheckpointError, ShoestringError
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 
 log = logging.getLogger("shoestring")
@@ -48,12 +52,16 @@ def enough_memory(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def ended_by_signals(job: Job) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends the run after the current step; after a SIGINT, all take their usual course.
+def stop_on_signals(job: Job) -> Iterator[None]:
+    """Stop the job at the first SIGINT or SIGTERM: `job.stopping` turns true on all ranks after the same step.
 
-    SIGTERM never takes it: a batch system sends it to every process, and torchrun hands its own on, so that a worker
-    gets two or three within milliseconds. Whoever does not want to wait sends SIGKILL, as both do after a while.
+    Features save at the end of that step. Every rank calls this, from its main thread. After a SIGINT, all signals take
+    their usual course. SIGTERM never takes it: a batch system sends it to every process, and torchrun hands its own
+    on, so that a worker gets two or three within milliseconds. Whoever does not want to wait sends SIGKILL, as both do
+    after a while.
     """
+    poll = Poll(job)
+    job.at(Phase.CLIP, poll.ask)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     told = False
 
@@ -67,6 +75,7 @@ def ended_by_signals(job: Job) -> Iterator[None]:
         if again:
             return
         job.stop()
+        poll.stop = True
         restore(*(before if number == signal.SIGINT else (signal.SIGINT,)))
         log.info("%s: ending after this step, and saving", signal.Signals(number).name)
 
@@ -76,3 +85,30 @@ def ended_by_signals(job: Job) -> Iterator[None]:
         yield
     finally:
         restore(*before)
+
+
+class Poll:
+    """Lets the ranks of a loop that never calls `Job.step`, where votes travel with the loss, agree on a stop.
+
+    Votes of one step are read at the next one, so that nobody waits for them.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.stop = job, False
+        self._votes: tuple[Tensor, dist.Work] | None = None
+
+    def ask(self) -> None:
+        """Work for Phase.CLIP."""
+        world = self.job.world
+        if "loss" in self.job.numbers:  # `Job.step` was called
+            return
+        if world.size == 1:
+            self.job.stopping |= self.stop
+            return
+        if self._votes is not None:
+            votes, work = self._votes
+            work.wait()
+            self.job.stopping |= float(votes) > 0
+        on_cpu = "gloo" in dist.get_backend_config()
+        votes = torch.tensor(float(self.stop), device="cpu" if on_cpu else world.device)
+        self._votes = votes, cast(dist.Work, dist.all_reduce(votes, async_op=True))

@@ -149,7 +149,13 @@ def load(source: str, overrides: Sequence[str] = ()) -> Run:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{source}` is not TOML: {error}") from error
     override(document, overrides)
-    return parse(document, name=path.resolve().parent.name if path.name == "run.toml" else path.stem, source=source)
+    return parse(document, name=_name(path), source=source)
+
+
+def _name(path: Path) -> str:
+    """Of the run file, or of the folder that it was found in: a plain `run.toml` is named alike wherever it lies."""
+    folder = path.parent.name
+    return folder if path.name == "run.toml" and folder not in ("", "..") else path.stem
 
 
 def locate(source: str) -> Path:

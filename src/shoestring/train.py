@@ -23,7 +23,7 @@ from shoestring.data.loader import Loader
 from shoestring.evaluation import evaluate
 from shoestring.feed import Feed, feed, moved
 from shoestring.meter import Meter
-from shoestring.mishaps import ended_by_signals, enough_memory, writable
+from shoestring.mishaps import enough_memory, stop_on_signals, writable
 from shoestring.report.record import Record
 from shoestring.report.sinks import newest_step
 from shoestring.run import Run
@@ -64,7 +64,7 @@ def train(run: Run, world: World, record: Record | None = None) -> ending.Result
         meter = stack.enter_context(ending.metered(job, run, data, path))
         for line in (*ending.opening(job, run, data, path), *ending.repeated(resumed, reached)):
             log.info(line)
-        stack.enter_context(ended_by_signals(job))
+        stack.enter_context(stop_on_signals(job))
         world.barrier()
         trace.align()
         with enough_memory(job):
@@ -112,8 +112,6 @@ def _resume(job: Job, run: Run) -> int | None:
     step = job.restore(resume if isinstance(resume, str) else "auto")
     if step is None and resume is True:
         raise CheckpointError("`run.resume` is true, but there is no save", hint='"auto" starts where there is none')
-    if not run.settings.minutes:
-        job.progress.total = run.settings.steps
     return step
 
 
@@ -122,7 +120,7 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
     job.model.train()
     batches, began = iter(loader), time.perf_counter()
     first = job.progress.step
-    while not job.stopping and not job.progress.done:
+    while not job.done:
         with span("data", "wait") as waiting:
             micro = [moved(batch, job.world.device) for batch in next(batches)]
         meter.waited += time.perf_counter() - waiting.began
@@ -131,7 +129,7 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
         if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job))):
             _plan(job, run, meter, time.perf_counter() - began)
         due = run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0
-        if due and not 0 < job.progress.total <= job.progress.step:  # the whole evaluation at the end follows
+        if due and not job.progress.done:  # the whole evaluation at the end follows
             meter.write(job.progress.step, evaluate(job, run, data, PART))
     job.world.agree(job.verify)
     return time.perf_counter() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def digest(tensor: Tensor) -> str:
 def train(*, folder: str, steps: int, total: int = 0, resume: bool = False, settings: dict | None = None) -> dict:
     """Train up to a step, from a save if asked to; what there was at the start and at the end."""
     torch.manual_seed(0)
-    with made(folder, total, **(settings or {})) as job:
+    with closing(made(folder, total, **(settings or {}))) as job:  # as if it died: nothing is saved at its end
         assert job.restore is not None
         began = job.restore("auto") if resume else None
         first = digests(job)

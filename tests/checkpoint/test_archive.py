@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 import saving_ranks
@@ -68,7 +69,7 @@ def dead(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dead") / "run"
     saving_ranks.train(folder=str(folder), steps=1, total=1)
     settings = {"memory_every": 2, "disk_every": 0}
-    saving_ranks.train(folder=str(folder), steps=2, resume=True, settings=settings)
+    saving_ranks.train(folder=str(folder), steps=2, total=9, resume=True, settings=settings)
     text = '[run]\nmodel = "shoestring.testing.jobs:tiny"\n[checkpoint.tiered]\nmemory = "{}"\n'
     (folder / "run.toml").write_text(text.format(folder / "memory"))
     return folder
@@ -216,7 +217,7 @@ def test_prune_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
 
 def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
     folder = tmp_path / "run"
-    with saving_ranks.made(str(folder), memory_every=1) as job:
+    with closing(saving_ranks.made(str(folder), memory_every=1)) as job:
         for number in range(2):
             job.step(jobs.batch(number))
         (folder / "run.toml").write_text(f'[checkpoint.tiered]\nmemory = "{folder / "memory"}"\n')

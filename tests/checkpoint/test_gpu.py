@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -79,7 +80,7 @@ def test_what_is_saved_is_of_one_step_though_training_goes_on(settings, monkeypa
 
     monkeypatch.setattr(Stager, "waited", listening)
     monkeypatch.setattr(Slot, "reserve", watched)
-    with counting(settings) as job:
+    with closing(counting(settings)) as job:
         saves = 0
         for _ in range(400):
             before = job.trace.facts.get("checkpoint_bytes", 0.0)
@@ -111,12 +112,12 @@ def go_on(job, until):
 
 
 def test_a_run_goes_on_bitwise_from_what_was_in_memory(settings):
-    with tiny(None, 40) as job:
+    with closing(tiny(None, 40)) as job:
         expected, random = go_on(job, 40)
-    with tiny(settings, 40) as job:
+    with closing(tiny(settings, 40)) as job:
         while not sealed_steps(settings) and job.progress.step < 30:
             go_on(job, job.progress.step + 1)
-    with tiny(settings, 40) as job:
+    with closing(tiny(settings, 40)) as job:
         began = job.restore("auto")
         assert began is not None and 0 < began <= 30
         found, drawn = go_on(job, 40)
@@ -125,7 +126,9 @@ def test_a_run_goes_on_bitwise_from_what_was_in_memory(settings):
 
 def test_memory_that_cannot_be_pinned_does(tmp_path):
     """A file on a disk. That CUDA refused it must not come up as an error of some later kernel."""
-    with tiny(Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path), memory_every=1, disk_every=0), 9) as job:
+    with closing(
+        tiny(Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path), memory_every=1, disk_every=0), 9)
+    ) as job:
         go_on(job, 9)
         assert job.trace.facts["checkpoint_bytes"] > 0
 

@@ -41,11 +41,10 @@ def install(job: Job, settings: Tiered) -> None:
     job.keep("checkpoint", engine.schedule)
 
     def capture() -> None:
-        last = job.progress.done or job.stopping
-        if last:
+        if job.done:
             job.world.agree(job.verify)
         loss = job.numbers.get("loss")
-        engine.capture(last, loss if isinstance(loss, Tensor) else None)
+        engine.capture(job.done, loss if isinstance(loss, Tensor) else None)
         job.trace.facts |= engine.facts()
 
     job.at(Phase.WAIT, engine.wait)

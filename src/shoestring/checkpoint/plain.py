@@ -34,8 +34,7 @@ class Saver:
 
     def capture(self) -> None:
         """Work for Phase.CAPTURE: save where it is due."""
-        progress = self.job.progress
-        if (self.every and progress.step % self.every == 0) or progress.done or self.job.stopping:
+        if (self.every and self.job.progress.step % self.every == 0) or self.job.done:
             self.job.world.agree(self.job.verify)
             self.save()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -53,6 +53,7 @@ class Job:
             once, so unequal counts stay exact. Features at LOSS wrap it; evaluation uses the one given here.
         optimizer: parameters -> torch.optim.Optimizer, called after SHARD has settled the parameters; or an optimizer
             over the model's parameters, which is then given those.
+        total: optimizer steps to do, or a loader whose length gives them; schedules decay over them. 0 is open.
     """
 
     model: nn.Module
@@ -62,8 +63,10 @@ class Job:
     progress: Progress = field(default_factory=Progress)
     world: World = field(default_factory=World.current)
     trace: Trace = field(default_factory=Trace)
+    total: InitVar[int | Sized] = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, total: int | Sized) -> None:
+        self.progress.total = (total if isinstance(total, int) else len(total)) or self.progress.total
         self.module = self.model
         self.task_loss = self.loss
         self.features: tuple[Feature, ...] = ()
@@ -341,6 +344,17 @@ class Job:
         """Ask for the end; `stopping` turns true on all ranks after the same step. Safe in a signal handler."""
         self._step.stop_requested = True
 
+    @property
+    def done(self) -> bool:
+        """Whether training is over: the total is reached, or the end was asked for."""
+        return self.stopping or self.progress.done
+
+    def finish(self) -> None:
+        """Make the step just done the last one, so that features save it; nothing where it was. A collective."""
+        if self.progress.step and not self.done:
+            self.stopping = True
+            self._step.run(Phase.CAPTURE)
+
     def close(self) -> None:
         """Release what features took, newest first."""
         self.exits.close()
@@ -349,7 +363,9 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        with self.exits:
+            if error is None:
+                self.finish()
 
     # -- once everything is attached ---------------------------------------------------------------------------------
 

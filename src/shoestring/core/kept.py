@@ -57,9 +57,10 @@ class Progress:
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what was saved; but a total that this run has set stays, so that it may train for longer."""
         state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # earlier versions kept neither
         targets = int(state.pop("unread", 0))  # of the newest step
-        vars(self).update(state, unread=None)
+        vars(self).update(state, unread=None, total=self.total or state["total"])
         self.tokens += targets
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import ShoestringError, WorldError
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.leases import HostMemory
 
@@ -129,8 +129,14 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """The world of the process group that is already initialised in this program, or one process alone."""
+        """The world of the process group that is already initialised in this program, or one process alone.
+
+        Raises:
+            WorldError: several ranks were started, and have not joined: each would train a model of its own.
+        """
         if not (dist.is_available() and dist.is_initialized()):
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                raise WorldError("several ranks were started, but have not joined", hint="use `with ss.join():`")
             return cls(device=own_device(0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))

@@ -1,0 +1,99 @@
+"""What the README and the guides show is run as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to run
+    ("README.md", 0): (1, 2),
+    ("checkpoints.md", 0): (1,),
+    ("slow-network.md", 0): (2,),
+    ("your-own-loop.md", 0): (1, 2),
+    ("your-own-loop.md", 1): (1,),
+}
+OTHERS = {  # that are no whole scripts
+    ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
+    ("metrics.md", 0),  # below
+    ("write-a-feature.md", 0),  # tests/testing/test_guide.py
+    ("write-a-feature.md", 1),
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [block for written_in, block in fenced if written_in == language]
+
+
+def page(name: str) -> Path:
+    return next(each for each in PAGES if each.name == name)
+
+
+def test_every_script_of_a_page_is_run():
+    found = {(each.name, number) for each in PAGES for number in range(len(blocks(each, "python")))}
+    assert found - OTHERS == set(SCRIPTS)
+
+
+@pytest.mark.parametrize(("name", "number", "size"), [(*key, size) for key, sizes in SCRIPTS.items() for size in sizes])
+def test_a_script_runs(tmp_path, monkeypatch, name, number, size):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(blocks(page(name), "python")[number])
+    if size > 1:
+        ranks.run(script, size=size, local_size=size)
+    else:
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    if "checkpoint" in script.read_text():
+        assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_the_sink_of_the_guide_writes_losses(tmp_path):
+    defined: dict[str, Any] = {}
+    exec(blocks(page("metrics.md"), "python")[0], defined)
+    sink = defined["Lines"](tmp_path, "run", {})
+    sink.write(1, {"loss": 2.5, "lr": 0.1})
+    sink.write(1, {"held_out_loss": 2.0})
+    sink.close()
+    assert (tmp_path / "losses.txt").read_text() == "1 2.5000\n"
+
+
+def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(blocks(page("README.md"), "python")[0].replace("with ss.join():", "if True:"))
+    with pytest.raises(AssertionError, match="several ranks were started, but have not joined"):
+        ranks.run(script, size=2, local_size=2)
+
+
+@pytest.mark.slow
+def test_the_readmes_commands_run_one_after_the_other_in_a_folder_of_any_name(tmp_path, monkeypatch):
+    """The README's run file and commands as printed; only the run is made shorter and the model smaller."""
+    here = tmp_path / "my project"
+    (here / "texts").mkdir(parents=True)
+    for number in range(20):
+        (here / "texts" / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps. " * 40)
+    (run_file,) = blocks(page("README.md"), "toml")
+    short = run_file.replace("steps = 2000", "steps = 4\nbatch = 4")
+    small = "[model]\ndim = 16\nlayers = 1\nheads = 2\nkv_heads = 1\n[data]\nsequence = 16\nvocabulary = 300\n"
+    assert short != run_file
+    (here / "run.toml").write_text(short + small + "held_out = 0.2\n")
+    shown = next(each for each in blocks(page("README.md"), "") if "shoestring train" in each)
+    for line in shown.splitlines():
+        verb, *arguments = shlex.split(line.partition("#")[0])
+        assert verb == "shoestring"
+        command = [sys.executable, "-m", "shoestring", *arguments]
+        done = subprocess.run(command, cwd=here, env=ranks.environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (line, done.stderr)
+    assert json.loads((here / "runs" / "run" / "summary.json").read_text())["ranks"][1]["rank"] == 1
