@@ -56,11 +56,18 @@ def _sinks(job: Job, run: Run, folder: Path) -> list[Sink]:
     step = job.progress.step
     rows = JsonLines(folder / "metrics.jsonl")
     rows.truncate_after(step)
-    sinks: list[Sink] = [Console(lambda: job.progress.total), rows]
+    sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
     for name in run.settings.sinks:
         opener = TRACKERS.get(name) or build.resolve(name, "run.sinks")
         sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
     return sinks
+
+
+def _total_steps(job: Job) -> int:
+    """Steps of the whole run, at the pace that schedules go at now; 0 where that is open."""
+    progress = job.progress
+    left = max(progress.total - progress.position, 0.0) / progress.gain
+    return progress.step + math.ceil(left - 1e-6) if progress.total else 0
 
 
 def _flops_per_token(job: Job, run: Run) -> float:
@@ -222,7 +229,7 @@ def _summary(
     return {
         "message": "",
         "steps": job.progress.step,
-        "total_steps": job.progress.total,
+        "total_steps": _total_steps(job),
         "tokens": job.progress.tokens,
         "seconds": seconds,
         "parameters": job.trace.parameters,

@@ -71,19 +71,22 @@ class Meter:
         self.waited = 0.0
         self.tokens_before = job.progress.tokens  # of the run that this one resumed
         self.recent: deque[float] = deque(maxlen=64)
-        self._marks: deque[_Mark] = deque([_Mark(time.perf_counter(), job.progress.tokens, 0.0)], maxlen=16)
+        self._marks: deque[_Mark] = deque([self._mark()], maxlen=16)
         self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None
         self._taken = job.progress.step
 
     def step(self, loss: Tensor) -> None:
         """Take the loss of the step just done."""
         self._taken = self.job.progress.step
-        self._marks.append(_Mark(time.perf_counter(), self.job.progress.tokens, self.waited))
+        self._marks.append(self._mark())
         self.flush()
         lr = self.job.built_optimizer.param_groups[0]["lr"]
         self._pending = (self.job.progress.step, loss, {"lr": lr} | self.job.numbers)
         if self.job.world.device.type == "cpu":
             self.flush()
+
+    def _mark(self) -> _Mark:
+        return _Mark(time.perf_counter() - self.job.trace.aside, self.job.progress.tokens, self.waited)
 
     def flush(self) -> None:
         """Write what is still held back."""

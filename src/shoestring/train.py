@@ -31,7 +31,7 @@ from shoestring.run import Run
 log = logging.getLogger("shoestring")
 
 PACE_STEPS = 12  # steps after which the pace is known well enough to set the number of steps
-REPLAN = 10  # steps between corrections of that number, in the first half of the run
+REPLAN = 10  # steps between corrections of that pace, in the first half of the run
 PART = 64  # held-out samples of an evaluation during the run
 
 
@@ -112,6 +112,8 @@ def _resume(job: Job, run: Run) -> int | None:
     step = job.restore(resume if isinstance(resume, str) else "auto")
     if step is None and resume is True:
         raise CheckpointError("`run.resume` is true, but there is no save", hint='"auto" starts where there is none')
+    if not run.settings.minutes:
+        job.progress.gain = 1.0  # of a run by the clock, which this one goes on from
     return step
 
 
@@ -126,8 +128,9 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
         meter.waited += time.perf_counter() - waiting.began
         meter.step(job.step(*micro))
         done = job.progress.step - first
-        if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job))):
-            _plan(job, run, meter, time.perf_counter() - began)
+        if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job.progress))):
+            left = max(run.settings.minutes * 60 - (time.perf_counter() - began), 0.0)
+            plan(job.progress, job.world.decide(lambda left=left: max(1, int(left / meter.seconds_per_step))))
         due = run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0
         if due and not job.progress.done:  # the whole evaluation at the end follows
             meter.write(job.progress.step, evaluate(job, run, data, PART))
@@ -135,15 +138,15 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
     return time.perf_counter() - began
 
 
-def _early(job: Job) -> bool:
-    return 2 * job.progress.step < job.progress.total
+def _early(progress: Progress) -> bool:
+    return 2 * progress.position < progress.total
 
 
-def _plan(job: Job, run: Run, meter: Meter, spent: float) -> None:
-    """Set the number of steps from the pace, so that training takes about `run.minutes`."""
+def plan(progress: Progress, steps: int) -> None:
+    """End after this many more steps, so that training takes about `run.minutes`.
 
-    def total() -> int:
-        left = max(run.settings.minutes * 60 - spent, 0.0)
-        return job.progress.step + max(1, int(left / meter.seconds_per_step))
-
-    job.progress.total = job.world.decide(total)
+    The first plan sets the total. Later ones keep it, and say how much of it a step is worth, so that schedules go
+    faster or slower from where they are, and never jump.
+    """
+    progress.total = progress.total or progress.step + steps
+    progress.gain = (progress.total - progress.position) / steps

@@ -31,6 +31,7 @@ from shoestring.planning.simulate import Plan
 
 log = logging.getLogger("shoestring")
 
+WIDE = 2.0  # times that the slowest of equal passes may take of the fastest, for a prediction to mean something
 SETTLED = 4  # steps after which the time of the optimizer's step is known
 
 
@@ -58,17 +59,31 @@ class Chooser:
     def __str__(self) -> str:
         if self.plan is None:
             return str(self.choice or "")
-        return f"{self.plan.choice}, {self.plan.reason}; {self.plan.seconds:.3g} s a step before the optimizer's"
+        said = f"{self.plan.choice}, {self.plan.reason}; {self.plan.seconds:.3g} s a step before the optimizer's"
+        return f"{said}; {self.doubt}" if self.doubt else said
+
+    @property
+    def doubt(self) -> str:
+        """Why the predicted seconds are rough, if they are."""
+        passes = [seconds for rank in self.evidence.ranks for seconds in rank.passes] if self.evidence else []
+        if not passes or max(passes) <= WIDE * min(passes):
+            return ""
+        return (
+            f"that is rough, for equal passes took {min(passes):.2g} to {max(passes):.2g} s: other programs use these "
+            "machines, or the ranks are unequal"
+        )
 
     # -- the first forward pass ---------------------------------------------------------------------------------------
 
     def _first(self, model: nn.Module, batch: Batch) -> Output:
         if self.choice is None and torch.is_grad_enabled() and model.training:
+            began = time.perf_counter()
             evidence = self.evidence = Trial(self.job, self.settings, self.forward, batch).evidence()
             plan, choice = self.job.world.decide(lambda: [asdict(each) for each in decided(evidence)])
             self.plan = Plan(**plan)
             self.adopt(Choice.of(choice))
             log.info("%s: %s", self.settings.name, self)
+            self.job.trace.aside += time.perf_counter() - began
         self.forwards += torch.is_grad_enabled()
         return self.forward(model, batch)
 

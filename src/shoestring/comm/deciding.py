@@ -63,6 +63,8 @@ class Seen:
     marks: Mapping[str, float]
     coded: Mapping[str, Sequence[Coded]]
     slowdown: Mapping[str, float]
+    passes: Sequence[float] = ()
+    """Seconds of each pass of which the marks are the medians."""
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Seen:
@@ -71,7 +73,7 @@ class Seen:
             call: [Coded(tuple(each["seconds"]), tuple(each["nbytes"])) for each in runs]
             for call, runs in table["coded"].items()
         }
-        return cls(marks=table["marks"], coded=coded, slowdown=table["slowdown"])
+        return cls(marks=table["marks"], coded=coded, slowdown=table["slowdown"], passes=table["passes"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,13 @@ class Trial:
         assert isinstance(model, DistributedDataParallel)
         with untouched(self.job):
             self.local_pass()
-            marks = self.marks()
+            passes = [self._timed_pass() for _ in range(self.settings.trials)]
+            marks = {name: median(each[name] for each in passes) for name in passes[0]}
             # The order in which gradients arrive is the first rank's for all, as it is for DDP's buckets.
             arrival = self.world.decide(lambda: sorted(self.order, key=lambda name: marks[name]))
             links = self._collectives()
             mine = {"marks": marks, "coded": self._coded(), "slowdown": self._slowdown(marks["end"], links)}
+            mine["passes"] = [each["end"] for each in passes]
         self.job.trace.facts["local_seconds"] = marks["end"]
         everyone = self.world.gather(json.dumps(mine).encode())
         return Evidence(
@@ -81,11 +83,6 @@ class Trial:
 
     def mark(self, name: str) -> None:
         """Overwritten while a pass is timed."""
-
-    def marks(self) -> dict[str, float]:
-        """The medians of several passes."""
-        steps = [self._timed_pass() for _ in range(self.settings.trials)]
-        return {name: median(step[name] for step in steps) for name in steps[0]}
 
     def _timed_pass(self) -> dict[str, float]:
         """Seconds from the beginning of a pass to the end of its forward pass, to each gradient, and to its end."""

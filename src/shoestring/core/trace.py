@@ -62,6 +62,8 @@ class Trace:
     """Optimizer steps of the run, once it has ended."""
     training_seconds: float = 0.0
     """Seconds that the loop took, once it has ended."""
+    aside: float = 0.0
+    """Seconds inside of steps that were not training: trials, which rates must not count."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of features' own, which `Feature.saving` and `Feature.shown` read."""
     totals: dict[tuple[str, Kind], Total] = field(default_factory=dict)
