@@ -12,6 +12,7 @@ from statistics import median
 from shoestring import run as runs
 from shoestring.comm import Auto
 from shoestring.comm.choosing import SETTLED, Chooser
+from shoestring.comm.deciding import doubt
 from shoestring.comm.per_step import Exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
@@ -149,6 +150,8 @@ def described(planned: Planned, world: World) -> Iterator[str]:
         yield f"and {len(ordered) - len(shown)} slower ones"
     yield ""
     yield f"chosen: {decision.choice}, {decision.reason}"
+    if rough := doubt(evidence):
+        yield rough
     if not chooser.settings.allow:
         yield "no codec was tried, for none may change the gradients unless it is named: [comm.auto] allow = […]"
     error = facts["predicted_step_seconds"] / planned.measured - 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from shoestring.comm.deciding import Choice
 from shoestring.comm.trial import Trial
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
+from shoestring.meter import Meter
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
 
@@ -51,6 +54,27 @@ def steps(*, choice: dict[str, Any] | None = None, count: int = 4) -> dict[str, 
             "kept": sorted(job.kept),
             "facts": {key: job.trace.facts[key] for key in sorted(job.trace.facts) if "predicted" in key},
         }
+
+
+def rates() -> dict[str, Any]:
+    """What the meter says of three steps, of which the first begins with a trial, and how long they really took."""
+    rows: list[dict[str, float]] = []
+
+    class Rows:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            rows.append(dict(values))
+
+        def close(self) -> None:
+            return
+
+    with made() as job, Meter(job, [Rows()], 0.0, 0.0) as meter:
+        walls = []
+        for step in range(3):
+            began = time.perf_counter()
+            meter.step(job.step(batch(step)))
+            walls.append(time.perf_counter() - began)
+        names = ("step_seconds", "tokens_per_second")
+        return {name: [row[name] for row in rows] for name in names} | {"wall": walls, "aside": job.trace.aside}
 
 
 def _json(choice: dict[str, Any]) -> str:

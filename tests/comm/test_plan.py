@@ -21,7 +21,7 @@ from shoestring.comm import Auto, pricing
 from shoestring.comm.auto import exchange, parsed
 from shoestring.comm.codec import Turn
 from shoestring.comm.coordinator import dealt
-from shoestring.comm.deciding import BOTH, Choice, Evidence, Seen, decided
+from shoestring.comm.deciding import BOTH, Choice, Evidence, Seen, decided, doubt
 from shoestring.comm.dense import Dense
 from shoestring.comm.powersgd import PowerSGD
 from shoestring.comm.pricing import Cost
@@ -172,6 +172,26 @@ def test_a_fast_link_keeps_ddp():
     plan, choice = decided(evidence(1e11))
     assert plan.choice == "DDP" and not choice.codec and choice.bucket == 25 << 20
     assert "more than 5% faster" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("passes", "words"),
+    [
+        ([(0.4, 0.5), (0.6, 0.5)], ""),
+        ([(0.07, 0.08), (0.07, 0.5)], "rough: equal forward and backward passes took 0.07 to 0.5 s"),
+    ],
+)
+def test_a_prediction_from_passes_of_very_unequal_length_says_so(passes, words):
+    found = evidence(1e11)
+    found = replace(found, ranks=[replace(found.ranks[0], passes=each) for each in passes])
+    assert (words in doubt(found)) if words else not doubt(found)
+
+
+def test_a_trial_counts_neither_as_a_step_nor_in_the_first_rates(pool):
+    for rank in pool.call(choosing_ranks.rates):
+        assert rank["aside"] > 0
+        assert rank["step_seconds"][0] <= rank["wall"][0] - rank["aside"]
+        assert rank["tokens_per_second"][0] == pytest.approx(32 / rank["step_seconds"][0])
 
 
 def test_a_slow_link_compresses_everything():

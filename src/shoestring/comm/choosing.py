@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.comm.attached import install
 from shoestring.comm.auto import Auto
-from shoestring.comm.deciding import Choice, Evidence, decided
+from shoestring.comm.deciding import Choice, Evidence, decided, doubt
 from shoestring.comm.probing import settle
 from shoestring.comm.trial import Trial
 from shoestring.core._torch import rebucket
@@ -31,7 +31,6 @@ from shoestring.planning.simulate import Plan
 
 log = logging.getLogger("shoestring")
 
-WIDE = 2.0  # times that the slowest of equal passes may take of the fastest, for a prediction to mean something
 SETTLED = 4  # steps after which the time of the optimizer's step is known
 
 
@@ -60,18 +59,8 @@ class Chooser:
         if self.plan is None:
             return str(self.choice or "")
         said = f"{self.plan.choice}, {self.plan.reason}; {self.plan.seconds:.3g} s a step before the optimizer's"
-        return f"{said}; {self.doubt}" if self.doubt else said
-
-    @property
-    def doubt(self) -> str:
-        """Why the predicted seconds are rough, if they are."""
-        passes = [seconds for rank in self.evidence.ranks for seconds in rank.passes] if self.evidence else []
-        if not passes or max(passes) <= WIDE * min(passes):
-            return ""
-        return (
-            f"that is rough, for equal passes took {min(passes):.2g} to {max(passes):.2g} s: other programs use these "
-            "machines, or the ranks are unequal"
-        )
+        rough = self.evidence and doubt(self.evidence)
+        return f"{said}; {rough}" if rough else said
 
     # -- the first forward pass ---------------------------------------------------------------------------------------
 

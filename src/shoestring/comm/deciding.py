@@ -20,6 +20,7 @@ from shoestring.planning.cluster import Cluster, Collective
 from shoestring.planning.simulate import Plan, Priced, choose, makespan
 
 BOTH = (HOSTS, LOCAL)
+WIDE = 2.0  # times that the slowest of equal passes may take of the fastest, for a prediction to mean something
 MARGIN = 0.05  # by how much of its time DDP must be beaten
 PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
 FINEST = 1 << 20  # bytes of the smallest bucket: that of DDP's first, which torch.compile takes for it
@@ -142,6 +143,17 @@ def decided(evidence: Evidence) -> tuple[Plan, Choice]:
         if seconds <= plan.seconds * (1 + MARGIN / 2):
             return replace(plan, choice=str(better), predicted=plan.predicted | {str(better): seconds}), better
     return plan, choice
+
+
+def doubt(evidence: Evidence) -> str:
+    """Why the predicted seconds are rough; empty where they are not."""
+    passes = [seconds for rank in evidence.ranks for seconds in rank.passes]
+    if not passes or max(passes) <= WIDE * min(passes):
+        return ""
+    return (
+        f"this prediction is rough: equal forward and backward passes took {min(passes):.2g} to {max(passes):.2g} s, "
+        "for other programs use these machines, or the ranks are unequal"
+    )
 
 
 def candidates(evidence: Evidence) -> Iterator[Choice]:
