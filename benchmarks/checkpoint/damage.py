@@ -24,7 +24,7 @@ from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint.disk import MANIFEST, checked
 from shoestring.checkpoint.generation import Record
-from shoestring.checkpoint.part import Part, mapped
+from shoestring.checkpoint.part import Part
 from shoestring.checkpoint.peers import sets
 from shoestring.checkpoint.slots import SEAL, sealed
 from shoestring.core.errors import CheckpointError
@@ -254,7 +254,7 @@ def found(path: Path, there: Sequence[Place]) -> bool:
             file = place.record.parent / entry.file
             if not file.is_file() or file.stat().st_size < entry.nbytes:
                 return True
-            Part(str(file), mapped(file, entry.nbytes), entry.sums).verify()
+            Part.open(file, entry.nbytes, entry.sums, slot=True).verify()
     except CheckpointError:
         return True
     return False

@@ -189,7 +189,7 @@ def _time(path: Path) -> float:
 
 def slots(settings: Tiered, folder: Path) -> Path:
     """Where the slots of a run lie in this host's memory, by the folder of its saves."""
-    return slots_folder(replace(settings, folder=str(folder)), World()).parent
+    return slots_folder(replace(settings, folder=str(folder)), World(), make=False).parent
 
 
 def _settings(home: Path) -> Tiered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -16,10 +17,10 @@ from safetensors.torch import save_model as save_weights
 from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
-from shoestring.core.files import write_atomic
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import hf, llama
 from shoestring.models.gpt import GPT
+from shoestring.storage.whole import replaced_folder, write_atomic
 
 MARKER = "shoestring"
 """The key in config.json under which a model folder says its `format`: which of `READERS` opens it."""
@@ -93,20 +94,35 @@ def _accepted(build: Callable[..., Any]) -> list[str] | None:
 
 
 def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own_format = getattr(built, "save_pretrained", None)
-    if isinstance(built, GPT):
-        llama.save_pretrained(built, folder)
-    elif hf.is_pretrained(built):
-        hf.save(built, folder, TRANSFORMERS)
-    elif callable(own_format):
-        own_format(folder)
-    else:
-        _save_weights(built, folder / "model.safetensors")
-        write_atomic(folder / "config.json", json.dumps(marked(made_by), indent=2).encode())
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder, made_by)
+    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says.
+
+    An earlier model in the folder stays whole until this one is; what else is there stays.
+    """
+    with replaced_folder(folder) as new:
+        own_format = getattr(built, "save_pretrained", None)
+        if isinstance(built, GPT):
+            llama.save_pretrained(built, new)
+        elif hf.is_pretrained(built):
+            hf.save(built, new, TRANSFORMERS)
+        elif callable(own_format):
+            own_format(new)
+        else:
+            _save_weights(built, new / "model.safetensors")
+            write_atomic(new / "config.json", json.dumps(marked(made_by), indent=2).encode())
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new, made_by)
+        _carry_over(folder, new)
+
+
+def _carry_over(former: Path, new: Path) -> None:
+    """Keep what is in a model's folder besides the model: a user's notes."""
+    for path in former.iterdir() if former.is_dir() else ():
+        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not weights and not (new / path.name).exists():
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, new / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, new / path.name, follow_symlinks=False)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, made_by: Mapping[str, Any]) -> None:

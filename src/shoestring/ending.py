@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from shoestring import build, report
 from shoestring.core.errors import DataError
 from shoestring.core.feature import Feature, exported
-from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 from shoestring.data import baselines
@@ -31,6 +30,7 @@ from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, Sink
 from shoestring.report.trackers import TRACKERS, Tracker
 from shoestring.run import Run
+from shoestring.storage.whole import write_atomic
 
 log = logging.getLogger("shoestring")
 

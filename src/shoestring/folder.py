@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.files import write_atomic
 from shoestring.run import Run
+from shoestring.storage.whole import write_atomic
 
 # What makes two runs the same one: with another of these, a save of the one means nothing to the other.
 IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("data",))

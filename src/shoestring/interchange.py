@@ -21,10 +21,10 @@ from shoestring.checkpoint.files import Files
 from shoestring.core._torch import tree_map_only
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.feature import Feature, exported
-from shoestring.core.files import write_atomic
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import hf
 from shoestring.models.gpt import GPT
+from shoestring.storage.whole import write_atomic
 
 Way = Literal["safetensors", "dcp", "hf"]
 

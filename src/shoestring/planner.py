@@ -16,12 +16,12 @@ from shoestring.comm.deciding import doubt
 from shoestring.comm.per_step import Exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
-from shoestring.core.files import write_atomic
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.feed import feed, moved
 from shoestring.parallel import DDP
 from shoestring.run import Run
+from shoestring.storage.whole import write_atomic
 from shoestring.train import loader_of, made
 
 SHOWN = 10  # candidates that are printed

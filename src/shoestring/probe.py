@@ -20,9 +20,9 @@ import torch.distributed as dist
 from shoestring.comm.probing import collectives
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import HOSTS, LOCAL
-from shoestring.core.files import write_atomic
 from shoestring.core.world import World
 from shoestring.planning.cluster import Cluster, Device, Link, Store
+from shoestring.storage.whole import write_atomic
 
 LARGE = 1 << 22  # bytes of the first bandwidth message; doubled until one takes PATIENCE
 PATIENCE = 0.2  # seconds

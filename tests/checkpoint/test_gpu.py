@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.part import Part, mapped
+from shoestring.checkpoint.part import Part
 from shoestring.checkpoint.slots import Slot, seals
 from shoestring.checkpoint.staging import Stager
 from shoestring.core.compose import compose
@@ -59,8 +59,8 @@ def sealed(settings):
     """Of each slot that is whole: the step, and what its weights are."""
     folder, found = slots_folder(settings, World()), {}
     for _, record in seals(folder):
-        ((name, entry),) = ((name, each) for name, each in record.parts.items() if name.startswith("private"))
-        part = Part(name, mapped(folder / entry.file, entry.nbytes), entry.sums)
+        (entry,) = (each for name, each in record.parts.items() if name.startswith("private"))
+        part = Part.open(folder / entry.file, entry.nbytes, entry.sums, slot=True)
         (weights,) = (part.read(piece) for piece in part.pieces if piece.tensor.endswith("weights"))
         found[record.generation.step] = {weights.min().item(), weights.max().item()}
     return found

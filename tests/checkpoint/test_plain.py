@@ -10,9 +10,9 @@ from torch import nn
 from shoestring import checkpoint, optim
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.files import write_atomic
 from shoestring.core.job import Job
 from shoestring.core.world import World
+from shoestring.storage.whole import write_atomic
 
 
 def made(folder, width=4, **settings):

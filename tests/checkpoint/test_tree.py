@@ -164,7 +164,7 @@ def test_pieces_that_read_alike_are_all_there():
 
 
 def test_a_tensor_by_the_name_of_safetensors_metadata_is_not_exported(tmp_path):
-    held = {"__metadata__": exports._held("__metadata__", torch.ones(2))}
+    held = {"__metadata__": exports.held("__metadata__", torch.ones(2))}
     with pytest.raises(CheckpointError, match="another use for this name"):
         exports.write_safetensors(held, tmp_path / "out.safetensors")
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from shoestring.core.feature import Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
+from shoestring.storage.guarded import private_folder
 
 log = logging.getLogger("shoestring")
 
@@ -37,7 +39,8 @@ def install(job: Job, settings: Tiered) -> None:
     def stable() -> set[int]:
         return addresses([job.module, job.built_optimizer, job.progress])
 
-    engine = Engine(job.kept, job.progress, job.world, settings, slots_folder(settings, job.world), stable)
+    folder = job.world.agree(lambda: slots_folder(settings, job.world))
+    engine = Engine(job.kept, job.progress, job.world, settings, folder, stable)
     job.keep("checkpoint", engine.schedule)
 
     def capture() -> None:
@@ -60,10 +63,19 @@ def close(engine: Engine) -> None:
         forget_all(engine.folder.parent)
 
 
-def slots_folder(settings: Tiered, world: World) -> Path:
-    """Where this host's slots lie: by user, run (the folder of its saves) and number of the host."""
+def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
+    """Where this host's slots lie: by user, run (the folder of its saves) and number of the host.
+
+    Where the folder cannot be made, the level of memory is off, and says so.
+
+    Raises:
+        ShoestringError: what is there is another user's, or others may write to it.
+    """
     run = hashlib.sha256(str(Path(settings.folder).resolve()).encode()).hexdigest()[:16]
-    return Path(settings.memory) / f"shoestring-{os.getuid()}" / run / f"host-{world.rank // world.local_size}"
+    names = f"shoestring-{os.geteuid()}", run, f"host-{world.rank // world.local_size}"
+    with suppress(OSError):
+        private_folder(Path(settings.memory), *names, make=make)
+    return Path(settings.memory, *names)
 
 
 def addresses(owners: Iterable[object]) -> set[int]:
@@ -113,7 +125,7 @@ class Attached:
         kept |= {name: Kept(each, "own", None) for name, each in own.items()}
         kept |= {"progress": Kept(self.progress, "same", None), "random": Kept(RandomState(world.device), "own", None)}
         owners = list(state.values())
-        folder = slots_folder(settings, world)
+        folder = world.agree(lambda: slots_folder(settings, world))
         self.engine = Engine(kept, self.progress, world, settings, folder, lambda: addresses(owners))
         kept["checkpoint"] = Kept(self.engine.schedule, "same", None)
         for owner in owners:

@@ -15,7 +15,9 @@ from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.disk import MARK
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Generation
+from shoestring.storage.guarded import read_regular
 
+LIMIT = 1 << 20  # bytes of the longest mark
 MOST = 10
 """Attempts in a row after which a generation is given up. On a busy machine a kill from outside strikes a load one time
 in ten, and nothing that was safe may be lost to those."""
@@ -78,6 +80,6 @@ def _read(folder: Path) -> dict[str, int]:
     with suppress(OSError):
         for path in folder.glob(f"{MARK}*"):
             with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-                for name, count in json.loads(path.read_bytes()).items():
+                for name, count in json.loads(read_regular(path, LIMIT)).items():
                     found[name] = max(int(count), found.get(name, 0))
     return found

@@ -8,11 +8,15 @@ read by `pickles.inert`, and only what a tensor's bytes and plain data need is t
 from __future__ import annotations
 
 import io
+import itertools
+import struct
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path, PurePath
+from reprlib import repr
 from typing import Any, Final
 
 import numpy as np
@@ -28,11 +32,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.exports import Saved, Stored
 from shoestring.checkpoint.layout import DTYPES, Box
-from shoestring.checkpoint.pickles import Call, Name, Outside, inert, plain
+from shoestring.checkpoint.pickles import DEPTH, NODES, Call, Name, Outside, inert, plain, spend
 from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import open_regular, read_regular
 
 METADATA: Final = ".metadata"
-LONGEST: Final = 100_000  # items of a list of states
+LIMIT: Final = 1 << 28  # bytes of the longest .metadata
+_SHORT: Final = 1 << 26  # bytes of the longest pickle beside a tensor
+_CONTENTS: Final = 1 << 20  # bytes of the longest table of contents of an archive: torch writes some hundred
+_CHUNKS: Final = 1 << 14  # of a tensor
+_OF_ZIP: Final = (zipfile.BadZipFile, struct.error)
 _OF_DCP: Final = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
@@ -118,31 +127,40 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / METADATA
     try:
-        metadata = _state(inert(path.read_bytes(), str(path)), f"{_OF_DCP}Metadata")
+        metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
         entries: Mapping[str, Any] = metadata["state_dict_metadata"]
         places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
-        paths = plain(metadata["planner_data"], str(path)) or {}
+        _check_apart(places.values())
+        budget = iter(range(NODES))
+        paths = plain(metadata["planner_data"], str(path), budget) or {}
         states: dict[str, Any] = {}
         for name, entry in entries.items():
-            value = _value(folder, name, entry, places)
-            _put(states, paths.get(name, (name,)), value)
+            value = _value(folder, name, entry, places, budget)
+            _put(states, paths.get(name, (name,)), value, budget)
     except OSError as error:
         raise CheckpointError(f"cannot read `{error.filename or path}`: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"`{folder}` is damaged, or not what torch writes: {error}") from error
+    except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, *_OF_ZIP) as e:
+        raise CheckpointError(f"`{folder}` is damaged, or not what torch writes: {e}") from e
     return states
+
+
+def _check_apart(places: Iterable[Place]) -> None:
+    """What lies in the same bytes as something else could be many times as large as the files."""
+    for (file, start, length), (other, following, _) in itertools.pairwise(sorted(set(places))):
+        if file == other and start + length > following:
+            raise ValueError(f"two tensors in the same bytes of `{file}`")
 
 
 def _state(value: Any, target: str) -> Any:
     """The state of something that the pickle would have made, where it is what it should be."""
     if not isinstance(value, Call) or value.target != target:
-        raise ValueError(f"{value.target if isinstance(value, Call) else value!r} in the place of {target}")
+        raise ValueError(f"{repr(value.target if isinstance(value, Call) else value)} in the place of {target}")
     return value.state
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Call) or value.target != "torch.Size":
-        raise ValueError(f"{value!r} for a size")
+        raise ValueError(f"{repr(value)} for a size")
     (numbers,) = value.arguments
     return _numbers(numbers)
 
@@ -150,7 +168,7 @@ def _size(value: Any) -> tuple[int, ...]:
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     for number in values:
         if type(number) is not int or not 0 <= number < 1 << 60:
-            raise ValueError(f"{number!r} for a size")
+            raise ValueError(f"{repr(number)} for a size")
     return tuple(values)
 
 
@@ -169,22 +187,24 @@ def _place(info: Any) -> Place:
     if found.get("transform_descriptors"):
         raise ValueError("compressed or encrypted files")
     name, (offset, length) = found["relative_path"], _numbers((found["offset"], found["length"]))
-    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} for a file in its folder")
+    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
+        raise ValueError(f"{repr(name)} for a file in its folder")
     return name, offset, length
 
 
-def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place]) -> Any:
+def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], budget: Iterator[int]) -> Any:
     """A tensor, or plain data."""
     if isinstance(entry, Call) and entry.target == f"{_OF_DCP}BytesStorageMetadata":
         file, offset, length = places[name, None]
-        with _Window(folder / file, offset, length) as window, zipfile.ZipFile(window) as archive:
-            return plain(inert(_pickle(archive), name), name)
+        with _archive(folder / file, offset, length) as (_, archive):
+            return plain(inert(_pickle(archive), name), name, budget)
     found = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
     dtype, *_ = _state(found["properties"], f"{_OF_DCP}TensorProperties")
     if not isinstance(dtype, Name) or dtype.name not in _DTYPES:
         raise ValueError(f"`{name}` has the type {dtype}")
     chunks = []
+    if len(found["chunks"]) > _CHUNKS:
+        raise ValueError(f"`{name}` has {len(found['chunks']):,} chunks")
     for each in found["chunks"]:
         chunk = _state(each, f"{_OF_DCP}ChunkStorageMetadata")
         box = Box(_size(chunk["offsets"]), _size(chunk["sizes"]))
@@ -196,19 +216,20 @@ def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place]) -> 
 def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
     """A tensor as torch.save wrote it, mapped."""
     file, offset, length = place
-    with _Window(folder / file, offset, length) as window, zipfile.ZipFile(window) as archive:
+    with _archive(folder / file, offset, length) as (window, archive):
         rebuilt = inert(_pickle(archive), file)
         if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
             raise ValueError(f"something in the place of a tensor of {list(box.shape)}")
         storage, first, shape, strides = rebuilt.arguments[:4]
         if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
             raise ValueError(f"a tensor of {shape} in the place of one of {list(box.shape)}")
-        info = next(each for each in archive.infolist() if each.filename.endswith(f"/data/{storage.key[2]}"))
+        (info,) = (each for each in archive.infolist() if each.filename.endswith(f"/data/{storage.key[2]}"))
         start = offset + window.content(info)
     data = _bytes(folder / file, start, info)
     numbers = (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
+    (first,) = _numbers([first])
     last = first + sum((extent - 1) * stride for extent, stride in zip(shape, _numbers(strides), strict=True))
-    if prod(shape) and not 0 <= last < len(numbers):
+    if prod(shape) and not (last < len(numbers) and prod(shape) <= len(numbers)):  # strides may be 0
         raise ValueError("a tensor that is larger than its bytes")
     return numbers.as_strided(shape, strides, first) if prod(shape) else torch.empty(shape, dtype=dtype)
 
@@ -218,25 +239,43 @@ def _bytes(path: Path, start: int, info: zipfile.ZipInfo) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > path.stat().st_size:
         raise ValueError(f"`{path}` is compressed, or cut short")
-    data = np.memmap(path, np.uint8, mode="c", offset=start, shape=(info.file_size,))
+    with open_regular(path) as file:
+        data = np.memmap(file, np.uint8, mode="c", offset=start, shape=(info.file_size,))
     if crc32(data.data) != info.CRC:
         raise ValueError(f"`{path}` is not what was written: a checksum differs")
     return torch.from_numpy(data)
 
 
+@contextmanager
+def _archive(path: Path, offset: int, length: int) -> Iterator[tuple[_Window, zipfile.ZipFile]]:
+    """What torch.save wrote to a stretch of a file."""
+    with _Window(path, offset, length, _CONTENTS) as window, zipfile.ZipFile(window) as archive:
+        window.most = _SHORT
+        yield window, archive
+
+
 def _pickle(archive: zipfile.ZipFile) -> bytes:
     """The pickle in what torch.save wrote, where its numbers are in this machine's order of bytes."""
-    names = {PurePath(name).name: name for name in archive.namelist()}
-    if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+    found = {PurePath(each.filename).name: each for each in archive.infolist()}
+    if "byteorder" in found and _stored(archive, found["byteorder"]) != b"little":
         raise ValueError("numbers in the other order of bytes")
-    return archive.read(names["data.pkl"])
+    return _stored(archive, found["data.pkl"])
+
+
+def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """A short file in an archive; torch compresses none, and what a compressed one grows to is known too late."""
+    if info.compress_type != zipfile.ZIP_STORED or max(info.file_size, info.compress_size) > _SHORT:
+        raise ValueError(f"`{info.filename[:80]}` is compressed, or longer than {_SHORT >> 20} MiB")
+    return archive.read(info)
 
 
 class _Window(io.RawIOBase):
     """A stretch of a file as a file."""
 
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = path.open("rb"), offset, length, 0
+    def __init__(self, path: Path, offset: int, length: int, most: int) -> None:
+        self.most = most
+        """Bytes that are read at once."""
+        self._file, self._offset, self._length, self._at = open_regular(path), offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -251,12 +290,15 @@ class _Window(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > self.most:
+            raise ValueError(f"{size >> 20} MiB that are no tensor's")
         self._file.seek(self._offset + self._at)
-        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(data)] = data
+        data = self._file.read(size)
         self._at += len(data)
-        return len(data)
+        return data
 
     def content(self, info: zipfile.ZipInfo) -> int:
         """Where the content of a file in an archive begins: behind the header before it."""
@@ -269,15 +311,18 @@ class _Window(io.RawIOBase):
         super().close()
 
 
-def _put(states: dict[str, Any], path: Sequence[Any], value: Any) -> None:
+def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterator[int]) -> None:
     """Put a value where it was before it was flattened; whole numbers in a path are places in lists."""
+    if not 0 < len(path) <= DEPTH:
+        raise ValueError(f"a value nested {len(path)} deep")
     into: Any = states
     for at, following in zip(path, [*path[1:], None], strict=True):
         fresh: Any = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(into, list):
-            if at >= LONGEST:
-                raise ValueError(f"a list of {at} items")
-            into.extend([None] * (at + 1 - len(into)))
+            (at,) = _numbers([at])
+            while len(into) <= at:
+                spend(budget)
+                into.append(None)
             into[at] = fresh if into[at] is None else into[at]
         elif not isinstance(into, dict):
             raise ValueError(f"{path} inside of a value")

@@ -18,16 +18,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoestring.checkpoint.checksum import CHUNK, sums
-from shoestring.checkpoint.disk import Disk
+from shoestring.checkpoint import plain
+from shoestring.checkpoint.checksum import sums
+from shoestring.checkpoint.disk import MANIFEST, Disk
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.checkpoint.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sources
 from shoestring.checkpoint.part import Draft, Part, mapped
-from shoestring.checkpoint.plain import FORMAT as PLAIN_FORMAT
-from shoestring.checkpoint.state import unpack
 from shoestring.checkpoint.tree import decode, encode, root
 from shoestring.core.errors import CheckpointError, nearest
-from shoestring.core.files import write_atomic
+from shoestring.storage.guarded import open_regular
+from shoestring.storage.whole import write_atomic
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -149,25 +149,18 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
         own = {rank: about["trees"]["own"] for rank, about in abouts.items()}
         homes = {rank: about["homes"] for rank, about in abouts.items()}
         return Saved(generation.step, source, abouts[min(abouts)]["trees"]["shared"], own, homes, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source} does not say what is in it") from error
 
 
 def part_of(folder: Path, record: Record, name: str) -> Part:
-    """A part, mapped, also from a slot, whose files are longer than what is in them.
+    """A part, mapped: of a generation on disk, or in a slot.
 
     Raises:
         CheckpointError: its file is missing or too short.
     """
-    if (folder / "manifest.json").exists():
-        return record.part(folder, name)
-    entry, path = record.parts[name], folder / record.parts[name].file
-    try:
-        if path.stat().st_size < entry.nbytes or len(entry.sums) != -(-entry.nbytes // CHUNK):
-            raise CheckpointError(f"`{path}` is damaged: it is too short")
-        return Part(str(path), mapped(path, entry.nbytes), entry.sums)
-    except OSError as error:
-        raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
+    entry = record.parts[name]
+    return Part.open(folder / entry.file, entry.nbytes, entry.sums, slot=not (folder / MANIFEST).exists())
 
 
 def one_file(path: Path) -> Saved:
@@ -176,14 +169,7 @@ def one_file(path: Path) -> Saved:
     Raises:
         CheckpointError: it is damaged, or of another format.
     """
-    try:
-        content = unpack(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"`{path}` is damaged: {error}") from error
-    if content.get("format") != PLAIN_FORMAT:
-        raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {PLAIN_FORMAT}")
+    content = plain.read(path)
     leaves: dict[str, Tensor] = {}
     shared = {name: encode(state, root(name), leaves) for name, state in content["shared"].items()}
     own = {}
@@ -193,7 +179,9 @@ def one_file(path: Path) -> Saved:
         leaves |= {f"{rank}:{name}": tensor for name, tensor in mine.items()}
     tensors = {name: held(name, tensor) for name, tensor in leaves.items()}
     homes = {rank: {} for rank in own}
-    return Saved(content["shared"]["progress"]["step"], f"`{path}`", shared, own | {0: own.get(0, {})}, homes, tensors)
+    progress = content["shared"].get("progress")
+    step = progress.get("step", 0) if isinstance(progress, dict) else 0
+    return Saved(step, f"`{path}`", shared, own | {0: own.get(0, {})}, homes, tensors)
 
 
 def held(name: str, tensor: Tensor) -> Stored:
@@ -238,6 +226,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            open_regular(path).close()
             with safe_open(path, framework="pt") as file:
                 more = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
@@ -287,7 +276,7 @@ def _fill(disk: Disk, draft: Draft, path: Path) -> Entry:
     disk.files.write(path, b"", durable=False)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, draft.nbytes)
-        room = mapped(path, draft.nbytes, writable=True)
+        room = mapped(file, draft.nbytes, writable=True)
         draft.fill(room)
         os.fsync(file.fileno())
     return Entry(path.name, draft.nbytes, tuple(sums(room)))

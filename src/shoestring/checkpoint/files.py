@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from shoestring.checkpoint.checksum import CHUNK, crc32
-from shoestring.core.files import sync_folder
+from shoestring.storage.guarded import open_regular
+from shoestring.storage.whole import sync_folder
 
 PIECE = 8 << 20  # bytes that one write is of
 
@@ -42,7 +43,7 @@ class Files:
         """
         view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
         self.before("create", path)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with naming(path):
                 self._fill(descriptor, path, view)
@@ -72,7 +73,7 @@ class Files:
             OSError: it holds something else, or cannot be read.
         """
         self.before("read", path)
-        with path.open("rb") as file, naming(path):
+        with open_regular(path) as file, naming(path):
             _forget(file.fileno())  # or it would be read from memory
             for each in sums:
                 if crc32(file.read(CHUNK)) != each:

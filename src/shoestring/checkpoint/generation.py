@@ -11,6 +11,7 @@ from typing import Any
 from shoestring.checkpoint.checksum import CHUNK, crc32
 from shoestring.checkpoint.part import Part
 from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import read_regular
 
 FORMAT = 2
 """Of everything that `Tiered` writes. Version 0.1 reads 2, and 1 (one file a save, by `Plain`)."""
@@ -79,11 +80,9 @@ class Record:
             raise CheckpointError(f"`{source}` is no record of a save, or damaged: {error}") from error
 
     @classmethod
-    def read(cls, path: Path) -> Record:
+    def read(cls, path: Path, *, private: bool = False) -> Record:
         try:
-            if path.stat().st_size > LIMIT:
-                raise CheckpointError(f"`{path}` is no record of a save: it is longer than {LIMIT / 1e6:.0f} MB")
-            return cls.loads(path.read_bytes(), str(path))
+            return cls.loads(read_regular(path, LIMIT, private=private), str(path))
         except OSError as error:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
 

@@ -7,12 +7,13 @@ leaves the tensors are) and `boxes` (JSON: of which tensor and which box of it e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from shoestring.checkpoint.checksum import CHUNK, crc32
 from shoestring.checkpoint.layout import DTYPES, Box, Leaf
 from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import open_regular
 
 HEADER_LIMIT = 100_000_000  # bytes of the longest header, safetensors' own limit
 ROOM = 1 << 10  # a header with its length is a multiple of this long: a number more in it does not move the pieces
@@ -147,18 +149,19 @@ class Part:
     _good: set[int] = field(default_factory=set)
 
     @classmethod
-    def open(cls, path: Path, nbytes: int, expected: Sequence[int]) -> Part:
-        """Map a file.
+    def open(cls, path: Path, nbytes: int, expected: Sequence[int], *, slot: bool = False) -> Part:
+        """Map a file. A slot's is this user's own, and longer than what is in it.
 
         Raises:
             CheckpointError: it is not there, or of another length.
         """
         try:
-            found = path.stat().st_size
-            if found != nbytes or len(expected) != -(-nbytes // CHUNK):
-                raise CheckpointError(f"`{path}` is damaged: {found} bytes in place of {nbytes}")
-            return cls(str(path), mapped(path, nbytes), expected)
-        except (OSError, RuntimeError) as error:
+            with open_regular(path, private=slot) as file:
+                found = os.fstat(file.fileno()).st_size
+                if found < nbytes or (found > nbytes and not slot) or len(expected) != -(-nbytes // CHUNK):
+                    raise CheckpointError(f"`{path}` is damaged: {found} bytes in place of {nbytes}")
+                return cls(str(path), mapped(file, nbytes), expected)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read `{path}`: {error}") from error
 
     def verify(self, start: int = 0, stop: int | None = None) -> None:
@@ -236,8 +239,8 @@ def _piece(entry: Mapping[str, Any], place: Sequence[Any], start: int) -> Piece:
         raise ValueError(f"a piece of {tensor!r} of other dimensions")
     if any(at + size > whole for at, size, whole in zip(offset, extent, shape, strict=True)):
         raise ValueError(f"a piece outside of `{tensor}`")
-    if prod(max(size, 1) for size in extent) * dtype.itemsize >= 1 << 63:  # of no elements, yet torch refuses it
-        raise ValueError(f"a piece of `{tensor}` of {extent}")
+    if prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:  # of no elements, yet torch refuses it
+        raise ValueError(f"a piece of `{tensor}` of {shape}")
     if stop - first != prod(extent) * dtype.itemsize:
         raise ValueError(f"a piece of `{tensor}` of {stop - first} bytes")
     return Piece(tensor, tuple(shape), Box(tuple(offset), tuple(extent)), dtype, start + first, start + stop)
@@ -250,11 +253,9 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def mapped(path: Path, nbytes: int, *, writable: bool = False) -> Tensor:
+def mapped(file: BinaryIO, nbytes: int, *, writable: bool = False) -> Tensor:
     """A file's bytes (uint8, 1-d) without a copy; what is written to them is written to the file if `writable`."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    if writable:
-        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-    # Copy-on-write, for torch has no read-only tensors: nobody writes, so nothing is copied.
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(nbytes,)))
+    # Else copy-on-write, for torch has no read-only tensors: nobody writes, so nothing is copied.
+    return torch.from_numpy(np.memmap(file, np.uint8, mode="r+" if writable else "c", shape=(nbytes,)))

@@ -9,11 +9,15 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from reprlib import repr
 from typing import Any
 
 from shoestring.core.errors import CheckpointError
 
-NODES = 1_000_000  # of one value; a list that holds itself, or another one a million times, is refused
+NODES = 1_000_000  # of the values of one save; a list that holds itself, or another one a million times, is refused
+DEPTH = 100  # of what is nested
+INSTRUCTIONS = 8_000_000
+"""Of one pickle: each may make an object. The description of some 400,000 pieces of tensors has as many."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def inert(data: bytes, source: str) -> Any:
     """
     machine = _Machine()
     try:
-        for code, argument, _ in pickletools.genops(data):
+        for count, (code, argument, _) in enumerate(pickletools.genops(data)):
+            if count == INSTRUCTIONS:
+                raise ValueError(f"it has more than {INSTRUCTIONS:,} instructions")
             machine.do(code.name, argument)
         (value,) = machine.stack
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -56,32 +62,41 @@ def inert(data: bytes, source: str) -> Any:
     return value
 
 
-def plain(value: Any, source: str) -> Any:
+def plain(value: Any, source: str, budget: Iterator[int] | None = None) -> Any:
     """A value of `inert` that is nothing but nested lists, tuples, mappings and scalars.
+
+    Args:
+        budget: has an item for each that it may still be made of; several values may share one.
 
     Raises:
         CheckpointError: it is not.
     """
     try:
-        return _copied(value, iter(range(NODES)))
-    except (ValueError, RecursionError, TypeError) as error:
+        return _copied(value, iter(range(NODES)) if budget is None else budget, DEPTH)
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"`{source}` is not plain data: {error}") from error
 
 
-def _copied(value: Any, budget: Iterator[int]) -> Any:
+def spend(budget: Iterator[int]) -> None:
+    """Take one item of a budget; ValueError where nothing is left of it."""
     if next(budget, None) is None:
         raise ValueError("it is too large")
+
+
+def _copied(value: Any, budget: Iterator[int], depth: int) -> Any:
+    spend(budget)
+    if not depth:
+        raise ValueError(f"it is nested more than {DEPTH} deep")
     match value:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [_copied(each, budget) for each in value]
+            return [_copied(each, budget, depth - 1) for each in value]
         case tuple():
-            return tuple(_copied(each, budget) for each in value)
+            return tuple(_copied(each, budget, depth - 1) for each in value)
         case dict():
-            return {_copied(key, budget): _copied(each, budget) for key, each in value.items()}
-    said = value.target if isinstance(value, Call) else value
-    raise ValueError(f"it holds {said!r}")
+            return {_copied(key, budget, depth - 1): _copied(each, budget, depth - 1) for key, each in value.items()}
+    raise ValueError(f"it holds {repr(value.target if isinstance(value, Call) else value)}")
 
 
 _LITERALS = {

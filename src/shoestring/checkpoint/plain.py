@@ -13,10 +13,11 @@ from typing import Any
 from shoestring import checkpoint
 from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.errors import CheckpointError
-from shoestring.core.files import write_atomic
 from shoestring.core.job import Job, Kept
 from shoestring.core.trace import span
 from shoestring.core.world import World
+from shoestring.storage.guarded import open_regular
+from shoestring.storage.whole import sync_above, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Saver:
         self.job = job
         self.every, self.keep = settings.every, settings.keep
         self.folder = Path(settings.folder)
+        self._rooted = False
 
     def capture(self) -> None:
         """Work for Phase.CAPTURE: save where it is due."""
@@ -74,6 +76,9 @@ class Saver:
     def _write(self, path: Path, data: bytes) -> None:
         try:
             write_atomic(path, data)
+            if not self._rooted:
+                sync_above(self.folder)
+                self._rooted = True
         except OSError as error:
             raise CheckpointError(
                 f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
@@ -107,7 +112,7 @@ class Loader:
         source = world.broadcast(str(path or "").encode(), owner).decode()
         if not source:
             return False
-        self._load(unpack(world.broadcast(data, owner)), source)
+        self._load(_checked(unpack(world.broadcast(data, owner)), source), source)
         return True
 
     def _owner(self) -> int:
@@ -123,7 +128,8 @@ class Loader:
         candidates = saves(self.folder) if where == "auto" else _named(Path(where))
         for path in candidates:
             try:
-                data = path.read_bytes()
+                with open_regular(path) as file:
+                    data = file.read()
                 unpack(data)
             except (CheckpointError, OSError) as error:
                 log.warning("skipping `%s`: %s", path, error)
@@ -136,15 +142,13 @@ class Loader:
         return None, b""
 
     def _load(self, content: dict[str, Any], source: str) -> None:
-        if content.get("format") != FORMAT:
-            raise CheckpointError(f"`{source}` has format {content.get('format')}, this version reads {FORMAT}")
         # Random numbers last: loading the rest may draw some.
         for name in sorted(self.kept, key=lambda name: name == "random"):
             state = self._part(name, content)
             if state is not None:
                 try:
                     self.kept[name].state.load_state_dict(state)
-                except (RuntimeError, KeyError, ValueError) as error:
+                except Exception as error:  # whatever a state of the user's own raises
                     reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
                     raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
 
@@ -163,6 +167,35 @@ class Loader:
         if len(states) == world.size and (not kept.merge or content.get("mesh") == [world.hosts, world.local_size]):
             return states[world.rank]
         return kept.merge(states, world.rank, world.size) if states and kept.merge else None
+
+
+def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
+    """The content of a save in one file.
+
+    Raises:
+        CheckpointError: it is of another format, or no save.
+    """
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {FORMAT}")
+    shared, own = content.get("shared"), content.get("own")
+    if not isinstance(shared, dict) or not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
+        raise CheckpointError(f"`{path}` does not say what is in it")
+    return content
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a save in one file.
+
+    Raises:
+        CheckpointError: it is damaged, of another format, or no save.
+    """
+    try:
+        with open_regular(path) as file:
+            return _checked(unpack(file.read()), path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"`{path}` is damaged: {error}") from error
 
 
 def saves(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from shoestring.checkpoint import peers
 from shoestring.checkpoint.circle import Circle
 from shoestring.checkpoint.generation import Entry, Generation
 from shoestring.checkpoint.layout import PRIVATE, Box, box_of, sources
-from shoestring.checkpoint.part import Part, Piece, mapped
+from shoestring.checkpoint.part import Part, Piece
 from shoestring.checkpoint.staging import apart_name, home
 from shoestring.checkpoint.tree import decode, encode, root
 from shoestring.core.errors import CheckpointError
@@ -52,16 +52,8 @@ class Offer:
 
 
 def opened(offer: Offer) -> Part:
-    """An offer's part, mapped. A slot's file is longer than what is in it."""
-    path, entry = Path(offer.path), offer.entry
-    if offer.level == MEMORY:
-        try:
-            if path.stat().st_size < entry.nbytes:
-                raise CheckpointError(f"`{path}` is damaged: it is too short")
-            return Part(offer.path, mapped(path, entry.nbytes), entry.sums)
-        except OSError as error:
-            raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
-    return Part.open(path, entry.nbytes, entry.sums)
+    """An offer's part, mapped."""
+    return Part.open(Path(offer.path), offer.entry.nbytes, offer.entry.sums, slot=offer.level == MEMORY)
 
 
 @dataclass(frozen=True)

@@ -104,21 +104,36 @@ class Recovery:
         good = [offer for offer in offers if offer.key not in self.bad]
         for generation in sorted({offer.generation for offer in good}, reverse=True):
             there = tuple(offer for offer in good if offer.generation == generation)
-            missing = [r for r in range(generation.ranks) if not _having(there, f"{PRIVATE}-{r}")]
-            lost = [self._rebuild(there, rank) for rank in missing]
-            if all(lost):
-                yield Choice(generation, there, tuple(each for each in lost if each))
+            lost = self._rebuilds(there, generation.ranks)
+            if lost is not None:
+                yield Choice(generation, there, tuple(lost))
 
-    def _rebuild(self, offers: Sequence[Offer], lost: int) -> peers.Rebuild | None:
-        """How a lost rank's part is rebuilt; None where too little of its set is left."""
+    def _rebuilds(self, offers: Sequence[Offer], ranks: int) -> list[peers.Rebuild] | None:
+        """How the parts that nobody has are rebuilt; None where one cannot be. Looks at each offer a few times only,
+        and ends at the first rank that is lost: a record may speak of a million of them."""
+        of: dict[str, list[Offer]] = {}
+        sets: dict[int, list[Offer]] = {}
         for offer in offers:
+            of.setdefault(offer.part, []).append(offer)
+            for rank in dict(offer.notes).get("ranks", ()):
+                sets.setdefault(rank, []).append(offer)
+        found = []
+        for rank in range(ranks):
+            if f"{PRIVATE}-{rank}" not in of:
+                how = self._rebuild(of, sets.get(rank, ()), rank)
+                if how is None:
+                    return None
+                found.append(how)
+        return found
+
+    def _rebuild(self, by_part: Mapping[str, list[Offer]], sets: Iterable[Offer], lost: int) -> peers.Rebuild | None:
+        """How a lost rank's part is rebuilt; None where too little of its set is left."""
+        for offer in sets:
             notes = dict(offer.notes)
-            if lost not in notes.get("ranks", ()):
-                continue
             of = peers.ParitySet(*(tuple(notes[name]) for name in ("ranks", "lengths", "marks")))
             holders = {}
             for rank in of.ranks:
-                having = _having(offers, f"{PRIVATE}-{rank}", f"{peers.PARITY}-{rank}")
+                having = _having(by_part, f"{PRIVATE}-{rank}", f"{peers.PARITY}-{rank}")
                 if rank != lost and having:
                     holders[rank] = having[0] * self.world.local_size + rank % self.world.local_size
             if len(holders) == len(of.ranks) - 1:
@@ -210,11 +225,12 @@ class Recovery:
         return [Offer(choice.generation, host, MEMORY, str(Path(folder) / entry.file), name, entry)]
 
 
-def _having(offers: Iterable[Offer], *parts: str) -> list[int]:
+def _having(by_part: Mapping[str, list[Offer]], *parts: str) -> list[int]:
     """The hosts that have all of these parts, memory before disk."""
+    offers = [offer for part in parts for offer in by_part.get(part, ())]
     ordered = sorted(offers, key=lambda offer: (offer.level == DISK, offer.held, offer.host))
     hosts = dict.fromkeys(offer.host for offer in ordered)
-    return [host for host in hosts if all(any((o.host, o.part) == (host, part) for o in ordered) for part in parts)]
+    return [host for host in hosts if all(any(o.host == host for o in by_part.get(part, ())) for part in parts)]
 
 
 def seals_under(memory: Path) -> Iterator[tuple[Path, Record]]:

@@ -94,7 +94,7 @@ def load(engine: Engine, wanted: Wanted, source: str) -> None:
         try:
             if (state := wanted.state(name)) is not None:
                 engine.kept[name].state.load_state_dict(state)
-        except (RuntimeError, KeyError, ValueError, AssertionError, ConnectionError) as error:
+        except Exception as error:  # whatever a state of the user's own raises
             reason = (str(error).splitlines() or [type(error).__name__])[-1].strip() or type(error).__name__
         if reason := next(filter(None, engine.circle.tell(reason)), ""):
             raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")

@@ -21,6 +21,7 @@ from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.checkpoint.part import Draft, Form, mapped
 from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import open_regular
 
 ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
 SEAL = ".seal"
@@ -119,18 +120,15 @@ class Slot:
         try:
             self.files.folder(path.parent)
             self.files.before("reserve", path)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                if os.fstat(descriptor).st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
-                    os.posix_fallocate(descriptor, 0, nbytes)
-            finally:
-                os.close(descriptor)
+            with open_regular(path, private=True, write=True) as file:
+                if os.fstat(file.fileno()).st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                return mapped(file, nbytes, writable=True)
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.lacking = self._no_room = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
             return torch.empty(nbytes, dtype=torch.uint8)
-        return mapped(path, nbytes, writable=True)
 
     def _path(self, key: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{key}")
@@ -179,7 +177,7 @@ def seals(folder: Path) -> Iterator[tuple[Path, Record]]:
 def sealed(path: Path) -> Record | None:
     """What a seal says; None where it is missing, damaged, or another slot's."""
     try:
-        record = Record.read(path)
+        record = Record.read(path, private=True)
     except CheckpointError:
         return None
     stem = path.name.removesuffix(SEAL)

@@ -46,8 +46,11 @@ def unpack(data: bytes) -> dict[str, Any]:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         if metadata["sum"] != _checksum(metadata["tree"], tensors):
             raise ValueError("its content is not what was written")
-        return decode(json.loads(metadata["tree"]), tensors.__getitem__)
-    except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
+        state = decode(json.loads(metadata["tree"]), tensors.__getitem__)
+        if not isinstance(state, dict):
+            raise ValueError("it is no mapping")
+        return state
+    except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
 
 
@@ -64,4 +67,4 @@ def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # A clone, because safetensors refuses tensors that share memory (tied weights).
-    return whole.detach().cpu().contiguous().clone()
+    return whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()

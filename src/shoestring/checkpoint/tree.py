@@ -39,20 +39,29 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     Raises:
         CheckpointError: a value that cannot be saved, named by its path.
     """
+    try:
+        return _encode(value, path, leaves)
+    except RecursionError:
+        said = f"cannot save `{path.lstrip('/')}`: it is nested too deeply, or holds itself"
+        raise CheckpointError(said) from None
+
+
+def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     if type(value) in _SCALARS:
         return value
     match value:
         case Tensor():
+            _check_dense(value, path)
             return {_TENSOR: _put(value.detach() if value.requires_grad else value, path, leaves)}
         case dict() | Mapping():
             written = step if {str}.issuperset(map(type, value)) else _steps(value, path)
-            return {_MAP: [[key, encode(each, f"{path}/{written(key)}", leaves)] for key, each in value.items()]}
+            return {_MAP: [[key, _encode(each, f"{path}/{written(key)}", leaves)] for key, each in value.items()]}
         case tuple():
-            return {_TUPLE: encode(list(value), path, leaves)}
+            return {_TUPLE: _encode(list(value), path, leaves)}
         case list():
             if _SCALARS.issuperset(map(type, value)):  # a random state has hundreds of numbers
                 return list(value)
-            return [encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
+            return [_encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
         case np.ndarray() if value.dtype.kind in "biufc":
             array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {_ARRAY: _put(torch.from_numpy(array), path, leaves)}
@@ -61,6 +70,14 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
         case bool() | int() | float() | str():
             return value
     raise CheckpointError(f"cannot save `{path.lstrip('/')}`: a {type(value).__name__}", hint="keep tensors or numbers")
+
+
+def _check_dense(tensor: Tensor, path: str) -> None:
+    kind = "nested" if tensor.is_nested else "sparse" if tensor.layout is not torch.strided else ""
+    if kind or tensor.is_meta:
+        said = f"a {kind} tensor ({tensor.layout})" if kind else "a tensor on the meta device, which has no data"
+        hint = "keep it dense" if kind else "materialise it first"
+        raise CheckpointError(f"cannot save `{path.lstrip('/')}`: {said}", hint=hint)
 
 
 def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
@@ -73,9 +90,20 @@ def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
 
 
 def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; `leaf` gives the tensor of a path."""
+    """The inverse of `encode`; `leaf` gives the tensor of a path.
+
+    Raises:
+        CheckpointError: it is no such tree.
+    """
+    try:
+        return _decode(tree, leaf)
+    except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"what is saved is no state, or damaged: {type(error).__name__}: {error}") from error
+
+
+def _decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
     if isinstance(tree, list):
-        return [decode(each, leaf) for each in tree]
+        return [_decode(each, leaf) for each in tree]
     if not isinstance(tree, dict):
         return tree
     ((form, content),) = tree.items()
@@ -84,8 +112,10 @@ def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
     if form == _ARRAY:
         return leaf(content).numpy()
     if form == _TUPLE:
-        return tuple(decode(each, leaf) for each in content)
-    return {key: decode(each, leaf) for key, each in content}
+        return tuple(_decode(each, leaf) for each in content)
+    if form != _MAP:
+        raise ValueError(f"a value of the form {form!r}")
+    return {key: _decode(each, leaf) for key, each in content}
 
 
 def step(key: str) -> str:

@@ -20,8 +20,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.core.files import write_atomic
 from shoestring.data import BYTES
+from shoestring.storage.whole import write_atomic
 
 END = "<|endoftext|>"
 """The token before every document."""

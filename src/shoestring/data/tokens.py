@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.core.files import sync_folder
+from shoestring.storage.whole import open_aside, put_in_place
 
 MAGIC = b"SSTOKENS"
 VERSION = 1
@@ -56,7 +57,8 @@ class Header:
 class TokenWriter:
     """Writes a token file in pieces, under a temporary name until it is complete.
 
-    Leaving the `with` block without `finish` removes the temporary file, also after an exception.
+    Leaving the `with` block without `finish` removes the temporary file, also after an exception. One that a kill left
+    is removed by the next writer of this file.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -65,8 +67,7 @@ class TokenWriter:
         self.tokens = self.bytes = self.documents = 0
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._hash = hashlib.sha256()
-        self._partial = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-        self._file = self._partial.open("wb")
+        self._file = open_aside(path)
         self._file.write(b" " * HEADER_BYTES)
 
     def append(self, tokens: np.ndarray, *, size: int, documents: int = 1) -> None:
@@ -93,19 +94,17 @@ class TokenWriter:
         )
         self._file.seek(0)
         self._file.write((MAGIC + json.dumps(asdict(header)).encode()).ljust(HEADER_BYTES))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        put_in_place(self._file, self.path)
         self._file.close()
-        self._partial.replace(self.path)
-        sync_folder(self.path.parent)
         return header
 
     def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be written is flushed once more
+            self._file.close()
+        Path(self._file.name).unlink(missing_ok=True)
 
 
 def read_header(path: Path) -> Header:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest
-from shoestring.core.files import write_atomic
+from shoestring.storage.whole import write_atomic
 
 T = TypeVar("T")
 

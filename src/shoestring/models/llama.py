@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.files import write_atomic
 from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.storage.whole import write_atomic
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

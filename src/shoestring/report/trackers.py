@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
-from shoestring.core.files import write_atomic
 from shoestring.report.folder import flat
 from shoestring.report.sinks import Sink
+from shoestring.storage.whole import write_atomic
 
 log = logging.getLogger("shoestring")
 

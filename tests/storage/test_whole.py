@@ -1,0 +1,281 @@
+"""Files and folders appear whole or not at all; what kills leave is removed, and what is being written is not."""
+
+import ctypes
+import os
+import resource
+import signal
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring import build
+from shoestring.checkpoint.state import pack
+from shoestring.core.job import Job
+from shoestring.data.tokens import TokenWriter
+from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.storage import whole as on_disk
+from shoestring.storage.whole import make_folder, open_aside, put_in_place, replaced_folder, write_atomic
+
+
+def killed(work):
+    """Do some work in a process that is killed in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads: the child uses none
+        child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_kill_left_is_removed_by_the_next_writer(tmp_path):
+    def write():
+        open_aside(tmp_path / "x")
+        die()
+
+    killed(write)
+    assert len(names(tmp_path)) == 1
+    (tmp_path / ".x.notes.tmp").touch()  # a user's
+    write_atomic(tmp_path / "y", b"y")
+    assert len(names(tmp_path)) == 3
+    write_atomic(tmp_path / "x", b"x")
+    assert names(tmp_path) == [".x.notes.tmp", "x", "y"]
+
+
+def test_what_another_one_is_writing_is_not_removed(tmp_path):
+    with open_aside(tmp_path / "x") as file:
+        file.write(b"first")
+        write_atomic(tmp_path / "x", b"second")
+        put_in_place(file, tmp_path / "x")
+    assert names(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == b"first"
+
+
+def test_a_file_that_was_taken_for_one_that_was_left_is_begun_again(tmp_path, monkeypatch):
+    """Another process may look between making the file and locking it."""
+    real, times = on_disk._lock, []
+
+    def lock(descriptor):
+        if not times:
+            (left,) = tmp_path.iterdir()
+            left.unlink()
+        times.append(descriptor)
+        real(descriptor)
+
+    monkeypatch.setattr(on_disk, "_lock", lock)
+    write_atomic(tmp_path / "x", b"x")
+    assert len(times) == 2 and names(tmp_path) == ["x"]
+
+
+def test_a_link_in_the_place_of_a_file_aside_is_not_written_to(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_bytes(b"secret")
+    monkeypatch.setattr(os, "urandom", lambda count: b"\0" * count)
+    (tmp_path / f".x.{'00' * 4}.tmp").symlink_to(tmp_path / "secret")
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "x", b"x")
+    assert (tmp_path / "secret").read_bytes() == b"secret" and "x" not in names(tmp_path)
+
+
+def test_a_kill_while_text_is_prepared_leaves_nothing_for_long(tmp_path):
+    def prepare():
+        with TokenWriter(tmp_path / "train.tokens", 256):
+            die()
+
+    killed(prepare)
+    assert len(names(tmp_path)) == 1
+    with TokenWriter(tmp_path / "train.tokens", 256) as writer:
+        assert len(names(tmp_path)) == 1
+        writer.finish(tokenizer="", recipe="")
+    assert names(tmp_path) == ["train.tokens"]
+    with pytest.raises(ZeroDivisionError), TokenWriter(tmp_path / "train.tokens", 256):
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["train.tokens"]
+
+
+@contextmanager
+def synced(monkeypatch):
+    """The folders and files whose content was made durable, by number."""
+    found, real = [], os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        found.append(os.fstat(descriptor).st_ino)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield found
+
+
+def test_folders_that_are_made_are_durable(tmp_path, monkeypatch):
+    with synced(monkeypatch) as found:
+        make_folder(tmp_path / "a/b/c")
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "a/b")} <= set(found)
+    with synced(monkeypatch) as found:
+        make_folder(tmp_path / "a/b/c")
+    assert not found
+
+
+def test_a_save_in_one_file_makes_the_folders_above_it_durable(tmp_path, monkeypatch):
+    """Also those that something else has made: without its run folder, a save is lost with the power."""
+    from shoestring.checkpoint import Plain
+    from shoestring.checkpoint.plain import Saver
+
+    (tmp_path / "runs/one").mkdir(parents=True)
+    saver = Saver(Job(torch.nn.Linear(1, 1)), Plain(folder=str(tmp_path / "runs/one/checkpoints")))
+    above = [tmp_path / "runs/one/checkpoints", tmp_path / "runs/one", tmp_path / "runs", tmp_path]
+    with synced(monkeypatch) as found:
+        saver._write(above[0] / "step-00000001.safetensors", pack({}))
+    assert {path.stat().st_ino for path in above} <= set(found)
+    with synced(monkeypatch) as found:
+        saver._write(above[0] / "step-00000002.safetensors", pack({}))
+    assert len(found) == 2  # the file and its folder
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def write_all(folder, text):
+    with replaced_folder(folder) as new:
+        for name in ("a", "b"):
+            (new / name).write_text(text)
+
+
+def content(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def whole(text):
+    return {"a": text, "b": text}
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def exchanging(request, monkeypatch):
+    """Where the file system can exchange two names in one act, and where it cannot."""
+    if request.param != "exchange":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    for text in ("first", "second"):
+        write_all(tmp_path / "x/model", text)
+        assert content(tmp_path / "x/model") == whole(text) and names(tmp_path / "x") == ["model"]
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_a_folder_that_fails_leaves_the_former_one(tmp_path):
+    write_all(tmp_path / "model", "first")
+    with pytest.raises(OSError, match="No space"), replaced_folder(tmp_path / "model") as new:
+        (new / "a").write_text("second")
+        raise OSError(28, "No space left on device")
+    assert content(tmp_path / "model") == whole("first") and names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("at", ["sync_folder", "_exchange", "rmtree"])
+def test_a_kill_leaves_one_of_both_whole(at, tmp_path, monkeypatch):
+    write_all(tmp_path / "model", "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(on_disk.shutil if at == "rmtree" else on_disk, at, die)
+        killed(lambda: write_all(tmp_path / "model", "second"))
+    assert content(tmp_path / "model") == whole("second" if at == "rmtree" else "first")
+    assert len(names(tmp_path)) == 2
+    write_all(tmp_path / "model", "third")
+    assert content(tmp_path / "model") == whole("third") and names(tmp_path) == ["model"]
+
+
+def test_a_second_rename_that_fails_is_undone(tmp_path, monkeypatch):
+    write_all(tmp_path / "model", "first")
+    real = Path.rename
+
+    def rename(path, target):
+        if Path(target).name == "model" and content(path) == whole("second"):
+            raise OSError(5, "Input/output error")
+        return real(path, target)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        write_all(tmp_path / "model", "second")
+    assert content(tmp_path / "model") == whole("first") and names(tmp_path) == ["model"]
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    write_all(tmp_path / "model", "first")
+    assert (tmp_path / "model").is_symlink() and content(tmp_path / "disk") == whole("first")
+    assert names(tmp_path) == ["disk", "model"]
+
+
+def test_everything_in_a_folder_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    write_all(tmp_path / "model", "first")
+    order, real = [], on_disk._exchange
+    with synced(monkeypatch) as found, replaced_folder(tmp_path / "model") as new:
+        (new / "deep").mkdir()
+        (new / "deep/a").write_text("second")
+        inodes = {path.stat().st_ino for path in (new, new / "deep", new / "deep/a")}
+        monkeypatch.setattr(on_disk, "_exchange", lambda *given: (order.append(set(found)), real(*given)))
+    assert inodes <= order[0] and found[-1] == tmp_path.stat().st_ino
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def gpt(layers):
+    return GPT(GPTConfig(vocab_size=64, dim=16, layers=layers, heads=2, kv_heads=1, hidden=32, context=8))
+
+
+@contextmanager
+def room(nbytes):
+    """No file may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+MADE_BY = {"model": "torch.nn:Linear", "arguments": {"in_features": 64, "out_features": 64}, "offered": {}}
+
+
+@pytest.mark.parametrize("make", [lambda: gpt(2), lambda: torch.nn.Linear(64, 64)], ids=["gpt", "module"])
+def test_a_full_disk_leaves_the_earlier_model(make, tmp_path):
+    first = make()
+    build.save_model(first, None, tmp_path / "model", MADE_BY)
+    (tmp_path / "model/notes.txt").write_text("mine")
+    with room(8 << 10), pytest.raises(Exception, match=r"File too large|os error 27"):
+        build.save_model(make(), None, tmp_path / "model", MADE_BY)
+    found, _ = build.load_model(tmp_path / "model")
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), found.parameters(), strict=True))
+    assert names(tmp_path) == ["model"]
+    second = make()
+    build.save_model(second, None, tmp_path / "model", MADE_BY)
+    found, _ = build.load_model(tmp_path / "model")
+    assert all(torch.equal(one, other) for one, other in zip(second.parameters(), found.parameters(), strict=True))
+    assert (tmp_path / "model/notes.txt").read_text() == "mine"
+
+
+def test_weights_of_an_earlier_model_do_not_stay(tmp_path):
+    from shoestring.models import llama
+
+    llama.save_pretrained(gpt(4), tmp_path / "model", max_shard_bytes=4 << 10)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    build.save_model(gpt(1), None, tmp_path / "model", MADE_BY)
+    assert names(tmp_path / "model") == ["config.json", "model.safetensors"]
