@@ -1,17 +1,21 @@
 # make train: trains a small language model on this machine, in about five minutes after installation.
-# make test:  runs the tests.  make check: lint, types, layers, sizes.  make bench: the quick benchmarks.
+# make test:  runs the quick tests, on two workers.  make test-slow: those that kill runs, lose hosts or train for long.
+# make check: lint, types, layers, sizes.  make bench: the quick benchmarks.
 # make gpu:   on a machine with a GPU, the tests and bars that need one.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check bench gpu docs clean
+.PHONY: train test test-slow check bench gpu docs clean
 .DELETE_ON_ERROR:
 
 train: .venv/run.stamp
 	$(BIN)/shoestring train quickstart --workers auto
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+
+test-slow: .venv/dev.stamp
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .

@@ -5,10 +5,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from shoestring.testing import FeatureSuite
 
 # The same examples at every run; how long drawing them takes says something of the machine, not of what is tested.
 settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -21,11 +24,42 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def memory_of_runs():
+def pytest_collection_modifyitems(items):
+    """What runs beside what with several workers (`-n 2 --dist loadgroup`): tests of one file share its fixtures and
+    one conformance suite its pool, so each stays on one worker; virtual hosts and Slurm have the machine to themselves.
+    """
+    for item in items:
+        suite = item.cls if item.cls is not None and issubclass(item.cls, FeatureSuite) else None
+        alone = item.get_closest_marker("netlab") or item.get_closest_marker("slurm")
+        group = "machine" if alone else f"{item.path}:{suite.__name__ if suite else ''}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[SLOTS] = set(_slots())
+
+
+def pytest_sessionfinish(session):
     """Runs that tests kill leave their slots in shared memory, for a restart that never comes."""
-    place = Path("/dev/shm") / f"shoestring-{os.getuid()}"
-    before = set(place.glob("*"))
-    yield
-    for left in set(place.glob("*")) - before:
-        shutil.rmtree(left, ignore_errors=True)
+    if not hasattr(session.config, "workerinput"):  # a worker that ends early must not take those of another
+        for left in set(_slots()) - session.config.stash[SLOTS]:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+SLOTS = pytest.StashKey()
+
+
+def _slots():
+    return (Path("/dev/shm") / f"shoestring-{os.getuid()}").glob("*")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Seconds of each area: none may take more than its share of `make test`."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and hasattr(report, "nodeid"):
+                seconds[Path(report.nodeid.split("::")[0]).parts[1]] += report.duration
+    listed = ", ".join(f"{area} {spent:.0f}" for area, spent in seconds.most_common() if spent >= 1)
+    terminalreporter.write_line(f"seconds by area: {listed}")

@@ -33,6 +33,11 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
     if not job.parameters:
         raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
     for feature in features:
+        if feature.adds_parameters and job.engine == "ddp" and job.model is not job.module:
+            raise ConfigError(
+                f"`{feature.name}` adds parameters, and DDP has wrapped the model without them",
+                hint="attach it to the model before DDP does",
+            )
         feature.check(job)
     try:
         _apply_all(job)
@@ -132,6 +137,8 @@ def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
         now = job.named()
         for group in optimizer.param_groups:
             group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
+        if added := [tensor for name, tensor in job.trained.items() if name not in names.values()]:
+            optimizer.add_param_group({"params": added})
         return optimizer
 
     return followed

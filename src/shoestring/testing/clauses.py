@@ -156,17 +156,34 @@ def attaches_to_a_foreign_loop(case: Case) -> None:
         if Seam.LOSS in case.feature.seams:
             _refused(partial(case.run, scenarios.foreign, ranks, shared, steps=1), "it changes the loss")
             continue
+        if case.feature.adds_parameters and ranks > 1:
+            _refused(partial(case.run, scenarios.foreign, ranks, shared, steps=1), "the loop's own DDP lacks them")
+            continue
         loop = case.run(scenarios.foreign, ranks, shared, steps=STEPS)
         _same_weights(loop)
         job = case.train(ranks, case.feature, steps=STEPS, open_end=True)[0]
         without = case.without(ranks, steps=STEPS, open_end=True)[0]
-        effect = np.abs(weights(job) - weights(without)).max()
+        before = 0.0 if case.feature.adds_parameters else weights(without)
+        effect = np.abs(weights(job) - before).max()
         apart = np.abs(weights(loop[0]) - weights(job)).max()
         what = "does nothing there" if effect > apart * 0.9 and _equal(loop[0], without) else f"is {apart:.2g} off"
         require(
             apart <= max(0.05 * effect, 1e-5),
             f"in a foreign loop on {ranks} rank(s) it {what}: in a job it changes weights by {effect:.2g}",
         )
+
+
+def exports_what_it_computes(case: Case) -> None:
+    """A plain model with the weights that leave the run computes what the job's model does."""
+    if Seam.MODEL not in case.feature.seams:
+        raise NotApplicableError("does not change what a module computes")
+    ranks = case.ranks[0]
+    trained, exported = case.run(scenarios.exported, ranks, case.company(ranks, case.feature), steps=STEPS)[0]
+    require(
+        abs(trained - exported) <= case.tolerance,
+        f"held-out loss is {trained:.4f} in the job and {exported:.4f} with the weights that leave it: "
+        "`export` does not give what the module computes with",
+    )
 
 
 def imports_no_other_area(case: Case) -> None:
@@ -208,6 +225,7 @@ CLAUSES: tuple[Clause, ...] = (
     refuses_before_it_takes,
     releases_what_it_takes,
     attaches_to_a_foreign_loop,
+    exports_what_it_computes,
     imports_no_other_area,
     composes,
 )
@@ -238,7 +256,8 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
     ranks = case.ranks[-1]
     whole = _saving(case, ranks, case.fresh(), partner)
     require(np.isfinite(weights(whole[0])).all(), "the weights are not finite")
-    require(whole[0]["names"] == names, "parameters have other names")
+    kept = [name for name in whole[0]["names"] if name in names] if case.feature.adds_parameters else whole[0]["names"]
+    require(kept == names, "parameters have other names")
     _same_weights(whole)
     folder = case.fresh()
     _saving(case, ranks, folder, partner, stop=STOP)
@@ -321,7 +340,7 @@ def _same_weights(results: list[dict[str, Any]]) -> None:
 
 
 def _equal(result: Result, other: Result) -> bool:
-    return np.allclose(weights(result), weights(other), rtol=1e-4, atol=1e-5)
+    return result["names"] == other["names"] and np.allclose(weights(result), weights(other), rtol=1e-4, atol=1e-5)
 
 
 def _close(result: Result, expected: Result, what: str) -> None:

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from shoestring.checkpoint.state import pack, unpack
 from shoestring.core.compose import attach, compose
 from shoestring.core.feature import Feature, Seam
+from shoestring.core.feature import exported as leaving
 from shoestring.core.job import Job
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.task import call_model, cross_entropy
@@ -126,6 +127,22 @@ def train(
             if job.stopping:
                 break
         return {"start": start, "losses": losses, "held_out": _held_out(job)} | _state(job)
+
+
+def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> list[float]:
+    """The held-out loss of a trained job, and that of a plain model with the weights that leave the job."""
+    world = here()
+    several = features_of(features, folder)
+    with compose(Job(build(model), optimizer=jobs.sgd(), progress=Progress(total=steps), world=world), several) as job:
+        for number in range(steps):
+            job.step(jobs.batch(number, world.rank, world.size))
+        kept = {name: kept.state.state_dict() for name, kept in job.kept.items()}
+        weights = {name: value.clone() for name, value in kept["model"].items()}
+        weights = leaving(job.features, weights, kept)
+        trained = _held_out(job)
+    plain = build(model)
+    plain.load_state_dict(weights)
+    return [trained, _held_out(compose(Job(plain, optimizer=jobs.sgd(), world=World())))]
 
 
 def _held_out(job: Job) -> float:

@@ -108,6 +108,9 @@ class FeatureSuite:
     def test_attaches_to_a_foreign_loop(self, case: Case) -> None:
         check(clauses.attaches_to_a_foreign_loop, case)
 
+    def test_exports_what_it_computes(self, case: Case) -> None:
+        check(clauses.exports_what_it_computes, case)
+
     def test_imports_no_other_area(self, case: Case) -> None:
         check(clauses.imports_no_other_area, case)
 
