@@ -14,7 +14,7 @@ from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
-from shoestring.feed import is_own, tokenizer_of
+from shoestring.feed import offered
 from shoestring.run import Run
 
 GIB = 2**30
@@ -30,11 +30,9 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     world = World(size=workers, local_size=workers)
     completed = run.completed(world)
     yield completed.dump()
-    if not is_own(run.settings.data):
-        tokenizer_of(run)
-    offered = {"vocab_size": run.data.vocabulary, "context": run.data.sequence}
+    told = offered(run)
     with torch.device("meta"):
-        model = build.model(run.settings.model, run.model, offered, run.settings.seed)
+        model = build.model(run.settings.model, run.model, told, run.settings.seed)
     job = Job(model, progress=Progress(total=run.settings.steps), world=world)
     job.features = tuple(feature.resolve(world) for feature in completed.features)
     check_owners(job.features)

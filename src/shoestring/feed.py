@@ -16,8 +16,11 @@ from shoestring.build import resolve
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import Batch
 from shoestring.core.world import World
+from shoestring.data import BYTES
 from shoestring.data.corpus import Corpus, prepare
+from shoestring.data.sources import open_source
 from shoestring.data.tokenizer import load_tokenizer
+from shoestring.data.tokens import read_header
 from shoestring.models import hf
 from shoestring.run import Run
 
@@ -62,6 +65,37 @@ def feed(run: Run, world: World, folder: Path) -> Feed:
             f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
         )
     return Feed(corpus.train, corpus.held_out, corpus)
+
+
+def offered(run: Run) -> dict[str, Any]:
+    """What models will be told of the data, as far as that is known before it is prepared; nothing is downloaded.
+
+    Raises:
+        ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot.
+    """
+    source = run.settings.data
+    if is_own(source):
+        resolve(source, "run.data")
+        return {}
+    tokenizer, vocabulary = tokenizer_of(run), run.data.vocabulary
+    if source.endswith(".tokens"):
+        vocabulary = read_header(Path(source)).vocab_size
+    elif tokenizer == "bytes":
+        vocabulary = BYTES + 1  # the end of a text is a token, too
+    elif tokenizer != "bpe":
+        vocabulary = load_tokenizer(Path(tokenizer)).vocab_size
+    if not source.endswith(".tokens") and not source.startswith("hf:"):
+        open_source(source, run.data.field)
+    return {"vocab_size": vocabulary, "context": run.data.sequence}
+
+
+def sample_bytes(sample: Any) -> int:
+    """Bytes of a sample's tensors and arrays."""
+    if isinstance(sample, Mapping):
+        return sum(map(sample_bytes, sample.values()))
+    if isinstance(sample, list | tuple):
+        return sum(map(sample_bytes, sample))
+    return int(getattr(sample, "nbytes", 8))
 
 
 def is_own(source: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,6 +36,10 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
             raise ConfigError(f"{source}: unknown key `{key}` in [{where}]", hint=nearest(key, names))
     hints = get_type_hints(settings)
     values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
+    for key, value in values.items():
+        endless = getattr(getattr(settings, "neutral", None), key, None) == value  # a bound that bounds nothing
+        if isinstance(value, float) and not math.isfinite(value) and not endless:
+            raise ConfigError(f"{source}: `{where}.{key}` must be a finite number, got {value}")
     return settings(**values)
 
 

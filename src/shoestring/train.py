@@ -21,9 +21,10 @@ from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 from shoestring.data.loader import Loader
 from shoestring.evaluation import evaluate
-from shoestring.feed import Feed, feed, moved
+from shoestring.feed import Feed, feed, moved, sample_bytes
 from shoestring.meter import Meter
 from shoestring.mishaps import enough_memory, stop_on_signals, writable
+from shoestring.planning.system import free_memory
 from shoestring.report.record import Record
 from shoestring.report.sinks import newest_step
 from shoestring.run import Run
@@ -90,7 +91,12 @@ def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
 
 
 def loader_of(run: Run, world: World, data: Feed) -> Loader:
-    """This rank's share of the run's batches."""
+    """This rank's share of the run's batches; every rank calls it.
+
+    Raises:
+        ConfigError: a batch needs more memory than there is, or does not divide by ranks and micro-batches.
+    """
+    world.agree(lambda: _check_room(run, world, data))
     return Loader(
         data.train,
         batch=run.settings.batch,
@@ -100,6 +106,15 @@ def loader_of(run: Run, world: World, data: Feed) -> Loader:
         seed=run.settings.seed,
         workers=run.data.workers,
     )
+
+
+def _check_room(run: Run, world: World, data: Feed) -> None:
+    held = run.settings.batch // world.size * world.local_size * sample_bytes(data.train[0])
+    if held > (free := free_memory()):
+        raise ConfigError(
+            f"a step's samples take {held / 1e9:,.3g} GB on this host, which has {free / 1e9:.3g} GB of memory free",
+            hint=f"lower run.batch, which is {run.settings.batch:,}",
+        )
 
 
 def _resume(job: Job, run: Run) -> int | None:

@@ -96,11 +96,15 @@ CASES = {
     "negative batch": (["--run.batch", "-4"], "`run.batch` must be at least 1, got -4", ""),
     "zero micro-batches": (["--run.accumulate", "0"], "`run.accumulate` must be at least 1", ""),
     "negative minutes": (["--run.minutes", "-1"], "`run.minutes` must be zero or a positive number", ""),
-    "minutes that are no number": (["--run.minutes", "nan"], "`run.minutes` must be zero or a positive number", ""),
-    "endless": (["--run.minutes", "inf"], "`run.minutes` must be zero or a positive number", ""),
+    "minutes that are no number": (["--run.minutes", "nan"], "`run.minutes` must be a finite number, got nan", ""),
+    "endless": (["--run.minutes", "inf"], "`run.minutes` must be a finite number, got inf", ""),
+    "endless timeout": (["--run.timeout", "inf"], "`run.timeout` must be a finite number, got inf", ""),
+    "endless rate": (["--optim.adamw.lr", "inf"], "`optim.adamw.lr` must be a finite number, got inf", ""),
+    "unbounded to the other side": (["--optim.clip.max_norm", "-inf"], "`optim.clip.max_norm` must be a finite", ""),
+    "batch beyond memory": (["--run.batch", str(10**12)], "GB on this host, which has", "lower run.batch"),
     "negative seed": (["--run.seed", "-1"], "`run.seed` must be zero or a positive number", ""),
     "huge seed": (["--run.seed", str(2**70)], "`run.seed` must be zero or a positive number", ""),
-    "zero rate": (["--optim.adamw.lr", "0"], "`optim.adamw.lr` must be positive", ""),
+    "zero rate": (["--optim.adamw.lr", "0"], "`optim.adamw.lr` must be a positive number", ""),
     "long warm-up": (["--optim.schedule.warmup", "9"], "`optim.schedule.warmup` of 9 steps", "set it to"),
     "negative every": (["--checkpoint.plain.every", "-1"], "`checkpoint.plain.every` must not be negative", ""),
     "zero sequence": (["--data.sequence", "0"], "data.sequence is 0", ""),
@@ -149,6 +153,30 @@ def test_refused(case, here, capsys):
 )
 def test_a_source_that_is_no_run_file(source, message, here, capsys):
     assert message in refused(capsys, source)[0]
+
+
+REFUSED_BEFORE = (
+    "endless rate", "endless timeout", "missing file", "no match", "a folder", "missing tokenizer", "no such module",
+    "unknown model argument", "dim by heads",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_BEFORE)
+def test_check_refuses_what_training_would(case, here, capsys):
+    flags, message, hint = CASES[case]
+    assert main(["check", "run.toml", *flags]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said) and hint in said and "Traceback" not in said
+    assert not Path("out").exists()
+
+
+def test_check_counts_the_parameters_that_training_has(here, capsys):
+    """Byte tokenizers have 257 tokens, whatever `data.vocabulary` is."""
+    assert main(["check", "run.toml"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters: "))
+    assert main(["train", "run.toml"]) == 0
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert line == f"parameters: {summary['parameters']:,}"
 
 
 def test_arguments_of_a_function_that_takes_no_others(here, capsys):

@@ -92,14 +92,15 @@ def test_the_rate_of_a_step_is_set_before_it_and_the_base_is_the_optimizers():
     ("feature", "message"),
     [
         (optim.Schedule(warmup=10), "`optim.schedule.warmup` of 10 steps leaves nothing of a run of 10"),
-        (optim.Schedule(warmup=-1), "`optim.schedule.warmup` must not be negative, got -1"),
+        (optim.Schedule(warmup=-1), "`optim.schedule.warmup` must be zero or positive, got -1"),
         (optim.Schedule(final=1.5), "`optim.schedule.final` is a share"),
-        (optim.Schedule(cooldown=math.nan), "`optim.schedule.cooldown` must not be negative, got nan"),
-        (optim.Clip(max_norm=0.0), "`optim.clip.max_norm` must be positive, got 0.0"),
-        (optim.Clip(max_norm=math.nan), "`optim.clip.max_norm` must be positive, got nan"),
-        (optim.AdamW(lr=0.0), "`optim.adamw.lr` must be positive, got 0.0"),
+        (optim.Schedule(cooldown=math.nan), "`optim.schedule.cooldown` must be zero or positive, got nan"),
+        (optim.Clip(max_norm=0.0), "`optim.clip.max_norm` must be a positive number, got 0.0"),
+        (optim.Clip(max_norm=math.nan), "`optim.clip.max_norm` must be a positive number, got nan"),
+        (optim.AdamW(lr=0.0), "`optim.adamw.lr` must be a positive number, got 0.0"),
+        (optim.AdamW(lr=math.inf), "`optim.adamw.lr` must be a positive number, got inf"),
         (optim.AdamW(betas=(0.9, 1.0)), r"`optim.adamw.betas` must lie in \[0, 1\)"),
-        (optim.SGD(momentum=-0.1), "`optim.sgd.momentum` must not be negative"),
+        (optim.SGD(momentum=-0.1), "`optim.sgd.momentum` must be zero or positive"),
     ],
 )
 def test_settings_out_of_range_are_refused(feature, message):

@@ -77,7 +77,8 @@ class Clip(Feature):
     seams: ClassVar = (Seam.STEP,)
 
     def check(self, job: Job) -> None:
-        _positive(self, "max_norm")
+        if self.max_norm != math.inf:
+            _positive(self, "max_norm")
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.optim.clip import clipper
@@ -137,11 +138,13 @@ Schedule.neutral = Schedule(shape="constant", warmup=0)
 
 def _positive(feature: Feature, *names: str) -> None:
     for name in names:
-        if not getattr(feature, name) > 0:
-            raise ConfigError(f"`{feature.name}.{name}` must be positive, got {getattr(feature, name)}")
+        if not 0 < getattr(feature, name) < math.inf:
+            raise ConfigError(f"`{feature.name}.{name}` must be a positive number, got {getattr(feature, name)}")
 
 
 def _at_least_zero(feature: Feature, *names: str) -> None:
     for name in names:
-        if not getattr(feature, name) >= 0:
-            raise ConfigError(f"`{feature.name}.{name}` must not be negative, got {getattr(feature, name)}")
+        if not 0 <= getattr(feature, name) < math.inf:
+            raise ConfigError(
+                f"`{feature.name}.{name}` must be zero or a positive number, got {getattr(feature, name)}"
+            )
