@@ -145,6 +145,4 @@ def _positive(feature: Feature, *names: str) -> None:
 def _at_least_zero(feature: Feature, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(feature, name) < math.inf:
-            raise ConfigError(
-                f"`{feature.name}.{name}` must be zero or a positive number, got {getattr(feature, name)}"
-            )
+            raise ConfigError(f"`{feature.name}.{name}` must be zero or positive, got {getattr(feature, name)}")
