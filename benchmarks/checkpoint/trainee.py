@@ -75,6 +75,10 @@ def kind_of(path: Path) -> str:
     name = path.name
     if name.endswith(".tmp") and ".seal" in name:
         return "new seal"
+    if "history" in name:
+        return "new history" if name.endswith(".tmp") else "history"
+    if name.startswith("lock"):
+        return "lock in memory" if "-" in name else "lock"
     for ending in (".seal", ".private", ".share", ".rest", ".copy", ".parity"):
         if name.endswith(ending):
             return f"{name.partition('-')[0]} {ending[1:]}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 import tomllib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from shoestring.checkpoint.files import Files, Lock
 from shoestring.core.errors import ConfigError
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
@@ -21,16 +23,28 @@ from shoestring.storage.whole import write_atomic
 IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("data",))
 
 
-def claim(run: Run) -> Path:
+LOCK = ".lock"
+
+
+def claim(run: Run, stack: ExitStack) -> Path:
     """The run's folder, made and proven writable, with the resolved run file and the environment in it.
 
+    It is locked until `stack` is closed, or this process ends.
+
     Raises:
-        ConfigError: it is another run's, holds a run that was not to be resumed, or cannot be written.
+        ConfigError: it is another run's, in use, holds a run that was not to be resumed, or cannot be written.
     """
-    folder = Path(run.settings.folder) if run.settings.folder else _free(Path("runs") / run.name, run)
+    named = Path(run.settings.folder) if run.settings.folder else None
+    while True:
+        folder = named or _free(Path("runs") / run.name, run)
+        _check(folder, run)
+        lock = _locked(folder)
+        if named or run.settings.resume or not (folder / "run.toml").exists():
+            break
+        lock.release()  # another run has taken it in between
+    stack.callback(lock.release, remove=True)
     _check(folder, run)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "run.toml", run.dump().encode())
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
     except OSError as error:
@@ -40,12 +54,27 @@ def claim(run: Run) -> Path:
     return folder
 
 
+def _locked(folder: Path) -> Lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Files().lock(folder / LOCK, f"process {os.getpid()} on {platform.node()}")
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"`{folder}` is in use by {error.strerror}", hint="end that run first, or choose another --run.folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder `{folder}`: {error.strerror}", hint="choose another with --run.folder"
+        ) from error
+
+
 def release(folder: Path) -> None:
     """Undo the claim of a run that ended before its first step, so that the folder can be claimed again."""
     rows = folder / "metrics.jsonl"
     if (rows.exists() and rows.stat().st_size) or (folder / "checkpoints").exists():
         return
-    for name in ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", rows.name):
+    made = ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", rows.name, LOCK)
+    for name in made:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # prepared data stays, and then the folder does
         folder.rmdir()

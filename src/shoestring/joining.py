@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from shoestring.core.errors import PeerError, WorldError
 from shoestring.core.world import World, own_device
 from shoestring.peers import Roll, meet
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_TURN = 0.5  # seconds between looks at the parent where the kernel does not tell
 
 
 @contextmanager
@@ -32,6 +38,7 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=own_device(0))
         return
+    end_with_agent()
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = own_device(local_rank)
@@ -54,6 +61,35 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
         finally:
             dist.destroy_process_group()
             settle()
+
+
+def end_with_agent() -> None:
+    """Have this process killed when the elastic agent that started it has ended, however that ended.
+
+    Workers that outlive a killed agent would train on beside those that the next one starts. What they have saved in
+    shared memory stays there. Other programs' children, without an agent, are left alone.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    agent = os.getppid()
+    if not _killed_with_parent():
+        threading.Thread(target=_watch, args=(agent,), name="watch-agent", daemon=True).start()
+    if os.getppid() != agent:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_with_parent() -> bool:
+    """Ask the kernel for it; whether it will, which it can on Linux."""
+    try:
+        return ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def _watch(agent: int) -> None:
+    while os.getppid() == agent:
+        time.sleep(_TURN)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _meet(timeout: float) -> Roll:

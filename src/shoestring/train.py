@@ -43,10 +43,11 @@ def train(run: Run, world: World, record: Record | None = None) -> ending.Result
         ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
     """
     run = run.completed(world)
-    path = Path(world.decide(lambda: str(folder.claim(run))))
-    world.agree(lambda: folder.check_same(path, run) if world.local_rank == 0 else None)  # may be on a disk of its own
-    run = run.placed(path)
     with ExitStack() as stack:
+        path = Path(world.decide(lambda: str(folder.claim(run, stack))))
+        # Each host may have a disk of its own.
+        world.agree(lambda: folder.check_same(path, run) if world.local_rank == 0 else None)
+        run = run.placed(path)
         stack.enter_context(writable(path))
         if world.first:
             stack.callback(folder.release, path)

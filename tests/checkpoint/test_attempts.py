@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,8 +15,11 @@ from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, listening
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint.attempts import MOST
-from shoestring.checkpoint.disk import MARK, manifests
+from benchmarks.checkpoint.trainee import context
+from shoestring.checkpoint import attempts
+from shoestring.checkpoint.attempts import MOST, Attempts
+from shoestring.checkpoint.circle import Circle
+from shoestring.checkpoint.disk import MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.resume import resume
 from shoestring.core.errors import CheckpointError
@@ -171,3 +176,54 @@ def test_what_one_host_knows_counts_on_all(tmp_path, shared):
         every = pool.call(with_marks, folder=str(tmp_path), shared=shared)
     assert [found for found, _ in every] == [[STEPS - 1, ""]] * 3
     assert all(len(said) == 1 and said[0].startswith(f"skipping the save of step {STEPS}:") for _, said in every)
+
+
+def killed(root):
+    """A start that is killed while it loads."""
+    engine, state, _ = engine_of(Path(root), 0, 1, Files())
+    state.load_state_dict = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    resume(engine, "auto")
+
+
+@pytest.mark.slow
+def test_kills_from_outside_give_no_save_up_however_many(tmp_path):
+    root = tmp_path / "disk"
+    saved(root, 6)
+    for _ in range(MOST + 1):
+        process = context().Process(target=killed, args=(str(root),))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    assert [count for mark in marks(root) for count in mark.values()] == [1]  # the one that nothing is known of yet
+    assert restarted(root, deadly=0)[:2] == (0, "6")
+
+
+def test_an_attempt_during_which_memory_ran_out_counts(tmp_path, monkeypatch):
+    root = tmp_path / "disk"
+    saved(root, 6)
+    saves, starved = root / "run" / "saves", [3]
+    monkeypatch.setattr(attempts, "kills_for_memory", lambda: starved[0])
+
+    class End(BaseException):
+        pass
+
+    def attempt(more):
+        """One start that dies during the load; what the next one knows."""
+        found = Attempts(Circle(0, 1, None), Files(), saves, 0)
+        found.look()
+        with pytest.raises(End), found.counted(generation):
+            (saves / "kept").mkdir()
+            for path in saves.glob(f"{UNDER_WAY}*"):
+                shutil.copy(path, saves / "kept")
+            shutil.copy(saves / f"{MARK}0", saves / "kept")
+            raise End
+        for path in (saves / "kept").iterdir():
+            shutil.move(path, saves / path.name)
+        (saves / "kept").rmdir()
+        starved[0] += more
+        found = Attempts(Circle(0, 1, None), Files(), saves, 0)
+        found.look()
+        return found.counts[generation.name]
+
+    generation = manifests(saves)[0][1].generation
+    assert [attempt(more) for more in (1, 0, 1, 1, 0)] == [1, 1, 2, 3, 3]

@@ -77,7 +77,7 @@ MALICIOUS = {
     "a huge number": sealed("9" * 10_000),
     "a lone surrogate": b'{"body": "\\ud800", "sum": 0}',
     "a body that is no object": sealed([]),
-    "another format": with_(("format",), 3),
+    "another format": with_(("format",), FORMAT + 1),
     "parts that are a list": with_(("parts",), ["private-0"]),
     "a part that is a list": with_(PART, [1]),
     "notes that are none": with_(("notes",), None),

@@ -93,7 +93,7 @@ def test_odd_things_in_the_places_of_records_are_as_if_they_were_not_there(kind,
     odd(tmp_path / "step-00000001-0000-ab" / disk.MANIFEST, kind)
     with soon():
         assert disk.manifests(tmp_path) == []
-        assert attempts._read(odd(tmp_path / f"{disk.MARK}0", kind).parent) == {}
+        assert attempts._read(odd(tmp_path / f"{disk.MARK}0", kind).parent) == ({}, [], False)
         odd(tmp_path / "plain/step-00000001.safetensors", kind)
         with pytest.raises(CheckpointError, match="can be read"):
             plain.Loader({}, World(), tmp_path / "plain").restore("auto")

@@ -180,3 +180,32 @@ def test_a_write_in_the_middle_of_another_leaves_both_whole(tmp_path):
 def test_settings_out_of_range_are_refused(tmp_path, settings):
     with pytest.raises(ConfigError):
         made(tmp_path, **settings)
+
+
+def test_a_rollback_lasts_though_the_run_is_killed_before_it_saves(tmp_path):
+    train(made(tmp_path, every=1, keep=9), 4)
+    assert made(tmp_path, every=1, keep=9).restore(str(tmp_path / name(2))) == 2
+    again = made(tmp_path, every=2, keep=9)  # the one before was killed
+    assert again.restore("auto") == 2
+    train(again, 1)
+    assert [each for each in names(tmp_path) if each.startswith("step")] == [name(1), name(2), name(3), name(4)]
+    train(again, 1)  # saves step 4, and so ends what was abandoned
+    assert names(tmp_path) == [name(1), name(2), name(4)]
+    last = made(tmp_path)
+    assert last.restore("auto") == 4 and torch.equal(last.module[0].weight, again.module[0].weight)
+
+
+def test_a_start_that_restores_nothing_deletes_no_later_saves(tmp_path):
+    train(made(tmp_path, every=2, keep=2), 8)
+    job = train(made(tmp_path, every=1, keep=2), 3)
+    assert [each for each in names(tmp_path) if each.startswith("step")] == [name(step) for step in (2, 3, 6, 8)]
+    again = made(tmp_path)
+    assert again.restore("auto") == 3 and torch.equal(again.module[0].weight, job.module[0].weight)
+
+
+def test_leftovers_of_others_stay(tmp_path):
+    for other in (".step-notes.tmp", ".step-00000001.safetensors.mine.tmp", ".step-1.safetensors.ab.tmp"):
+        (tmp_path / other).write_bytes(b"")
+    before = names(tmp_path)
+    train(made(tmp_path, every=1))
+    assert names(tmp_path) == [*before, name(1)]

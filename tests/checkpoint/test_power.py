@@ -31,13 +31,19 @@ def test_a_save_that_was_committed_survives_power_loss(story, tmp_path):
         ("sync folder: saves", "run/saves"),
         ("sync folder: saves", "run"),
         ("sync folder: saves", "."),
-        ("sync folder: folder", ""),
     ],
 )
 def test_no_sync_is_needless(story, tmp_path, point, where):
     without = [act for act in story.acts if act.point != point or (where and act.path != where)]
     assert len(without) < len(story.acts)
     assert any(replayed(replace(story, acts=without), tmp_path, SUBSETS))
+
+
+def test_a_folder_that_is_deleted_before_its_other_name_is_safe_is_found_out(story, tmp_path):
+    renamed = [i for i, act in enumerate(story.acts) if act.name == "rename" and act.path.startswith("run/saves/step-")]
+    assert [story.acts[i + 1].point for i in renamed] == ["sync folder: saves"] * (SAVES - 1)
+    acts = [act for i, act in enumerate(story.acts) if i - 1 not in renamed]
+    assert any(replayed(replace(story, acts=acts), tmp_path, SUBSETS))
 
 
 def test_a_folder_that_gets_its_name_before_its_manifest_is_found_out(story, tmp_path):

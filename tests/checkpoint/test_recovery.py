@@ -68,11 +68,11 @@ def test_one_file_saves_that_cannot_be_looked_for(tmp_path, caplog):
 # -- parts that contradict each other ---------------------------------------------------------------------------------
 
 
-def half(name, first, dtype, shape):
-    """Two rows of a tensor, as a part of the save of step 2."""
+def half(name, first, dtype, shape, step=2):
+    """Two rows of a tensor, as a part of the save of a step."""
     data = torch.ones(2, *shape[1:], dtype=dtype)
     leaf = Leaf("weight", shape, Box((first, 0), tuple(data.shape)), (0,), data)
-    about = {"step": 2, "trees": {"shared": {"model": {"map": [["weight", {"tensor": "weight"}]]}}, "own": {}}}
+    about = {"step": step, "trees": {"shared": {"model": {"map": [["weight", {"tensor": "weight"}]]}}, "own": {}}}
     draft = Draft.of([leaf], {**about, "homes": {}})
     part = torch.zeros(draft.nbytes, dtype=torch.uint8)
     draft.fill(part)
@@ -89,7 +89,7 @@ def test_parts_of_which_one_tensor_has_two_types_are_refused(tmp_path, dtype, sh
     said = f"`weight` is torch.float32 (4, 3) in {one} and {dtype} {shape} in {other}"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         resume(engine, "auto")
-    good = half("private-0", 0, torch.float32, (4, 3)) | half("share-0", 2, torch.float32, (4, 3))
+    good = half("private-0", 0, torch.float32, (4, 3), 3) | half("share-0", 2, torch.float32, (4, 3), 3)
     disk.commit(Record(Generation(3, 0, "ab", 1, 1), disk.write(Generation(3, 0, "ab", 1, 1), good)))
     assert resume(engine, "auto") == 3  # the same, but for that
     engine.close()

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -53,7 +54,20 @@ def install(job: Job, settings: Tiered) -> None:
     job.at(Phase.WAIT, engine.wait)
     job.at(Phase.CAPTURE, capture)
     job.exits.callback(close, engine)
-    job.restore_with(lambda where: resume(engine, where))
+    job.restore_with(partial(_restore, engine, job.progress.total))
+
+
+def _restore(engine: Engine, total: int, where: str) -> int | None:
+    """Resume; a run that is going on and has nothing left to do is on disk after that.
+
+    Args:
+        total: steps to do, if the run file says so.
+    """
+    step = resume(engine, where)
+    done = 0 < (total or engine.progress.total) <= engine.progress.position
+    if where == "auto" and step is not None and done and not engine.on_disk:
+        engine.finish()
+    return step
 
 
 def close(engine: Engine) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,22 @@ from shoestring.checkpoint.checksum import sums
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
 from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import read_regular
 
 log = logging.getLogger("shoestring")
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # a hint for people; what is there is found by looking
 MARK = ".loading-"  # of the generation that is being loaded; see `attempts`
+NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # a generation's
+ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # that is not committed, or being deleted
+UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # of an attempt to load; see there, too
+MARKS = re.compile(rf"({'|'.join(map(re.escape, (MARK, UNDER_WAY, CRASH)))})\d+")
+_LEFT = re.compile(r"\.(latest|history\.json)\.[0-9a-f]{8}\.tmp")
+
+
+def _unguarded() -> None:
+    """What nobody else can be writing."""
 
 
 @dataclass
@@ -30,11 +41,18 @@ class Disk:
 
     folder: Path
     files: Files
+    run: str = ""
+    """Marks what is not committed as this run's."""
+    guard: Callable[[], None] = _unguarded
+    """Raises OSError where another start has taken over; asked before anything gets its final name or is deleted."""
     _rooted: bool = field(default=False, init=False)
 
     def aside(self, generation: Generation) -> Path:
         """Where a generation is written before it is committed."""
-        return self.folder / f".{generation.name}.tmp"
+        return self._aside(generation.name)
+
+    def _aside(self, name: str) -> Path:
+        return self.folder / (f".{name}.{self.run}.tmp" if self.run else f".{name}.tmp")
 
     def write(self, generation: Generation, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
         """Write some of a generation's parts, make them durable, and read them back: older saves are deleted for them.
@@ -62,13 +80,27 @@ class Disk:
         data = record.dumps()
         self.files.replace(aside / MANIFEST, data)
         self.files.reread(aside / MANIFEST, sums(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        self.guard()
         self.files.rename(aside, final)
         self.files.sync(self.folder)
         self._root()
         with suppress(OSError):
-            self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
+            if self._may_point():
+                self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
         with suppress(OSError):
             self.clean()
+
+    def _may_point(self) -> bool:
+        """Whether `latest` is this package's to write: other programs have a file of that name, too."""
+        path = self.folder / LATEST
+        if path.is_symlink():
+            return False
+        try:
+            return bool(NAME.fullmatch(read_regular(path, 200).decode(errors="replace")))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
     def _root(self) -> None:
         """Make the folders above durable, once, whoever made them: without them all is lost with the power."""
@@ -82,24 +114,33 @@ class Disk:
         """Leave nothing of a generation that could not be written."""
         self.files.remove(self.aside(generation))
 
-    def retire(self, records: Iterable[Path]) -> None:
-        """Delete generations: the manifest first, so that a half-deleted one is none."""
-        for folder in records:
+    def retire(self, folders: Iterable[Path]) -> None:
+        """Delete generations: each gets the name of one that is not committed first, so a half-deleted one is none.
+
+        What only links to a generation elsewhere is left alone.
+        """
+        for folder in folders:
             with suppress(OSError):
-                self.files.unlink(folder / MANIFEST)
-                self.files.sync(folder)
+                self.guard()
+                if folder.is_symlink() or not folder.is_dir():
+                    continue
+                if not ASIDE.fullmatch(folder.name):
+                    aside = self._aside(folder.name)
+                    self.files.rename(folder, aside)
+                    self.files.sync(self.folder)
+                    folder = aside
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove what saves that were cut short have left; for when no other one is under way."""
-        for path in self.folder.glob(".step-*.tmp"):
-            self.files.remove(path)
-        for pattern in (f".{LATEST}.*.tmp", ".shared-*", f"{MARK}*"):
-            for path in self.folder.glob(pattern):
-                self.files.unlink(path)
-        for path in self.folder.glob("step-*"):
-            if path.is_dir() and not (path / MANIFEST).exists():
+        """Remove what interrupted saves of this run have left, by their exact names; nobody else's files."""
+        for path in self.folder.iterdir():
+            name = path.name
+            if path.is_symlink():
+                continue
+            if self.run and ASIDE.fullmatch(name) and name.endswith(f".{self.run}.tmp") and path.is_dir():
                 self.files.remove(path)
+            elif path.is_file() and (_LEFT.fullmatch(name) or MARKS.fullmatch(name)):
+                self.files.unlink(path)
 
 
 def manifests(folder: Path) -> list[tuple[Path, Record]]:
@@ -123,5 +164,6 @@ def checked(folder: Path, record: Record) -> dict[str, Any]:
     for name in record.parts:
         part = record.part(folder, name)
         part.verify()
-        _ = part.about, part.pieces
+        record.generation.claims(part)
+        _ = part.pieces
     return {"parts": len(record.parts), "bytes": sum(entry.nbytes for entry in record.parts.values())}

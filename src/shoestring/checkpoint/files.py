@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+import stat
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +21,9 @@ from shoestring.storage.guarded import open_regular
 from shoestring.storage.whole import sync_folder
 
 PIECE = 8 << 20  # bytes that one write is of
+WAIT = 20.0  # seconds that a lock is waited for: who holds it may be about to end
+_TURN = 0.05  # seconds between attempts
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems that have none
 
 
 class Files:
@@ -80,6 +87,36 @@ class Files:
                     raise OSError(errno.EIO, "it holds other bytes than were written", str(path))
             _forget(file.fileno())
 
+    def lock(self, path: Path, says: str, wait: float | None = None) -> Lock:
+        """Lock a file for this process alone, and write into it who this is.
+
+        A lock of the kernel: it ends with the process, however that ends. On a file system without locks between hosts
+        it keeps out processes of this host only, and where there are no locks at all, nobody.
+
+        Args:
+            wait: seconds to wait for it; `WAIT` where nothing is said.
+
+        Raises:
+            BlockingIOError: another process holds it, and still does after `wait` seconds; it says which.
+            OSError: the file cannot be made.
+        """
+        self.before("lock", path)
+        end = time.monotonic() + (WAIT if wait is None else wait)
+        while True:
+            held = Lock.of(path)
+            if held is None and time.monotonic() > end:
+                holder = path.read_text(errors="replace")[:200].strip()
+                raise BlockingIOError(errno.EWOULDBLOCK, holder or "another process", str(path))
+            if held is not None and held.stands:
+                with naming(path), path.open("wb") as file:
+                    file.write(says.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                return held
+            if held is not None:  # who held it has removed it
+                held.release()
+            time.sleep(_TURN)
+
     def rename(self, source: Path, target: Path) -> None:
         """Atomic; replaces a file, not a folder that holds something."""
         self.before("rename", source, target)
@@ -115,6 +152,61 @@ class Files:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class Lock:
+    """A locked file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+        # Otherwise a child, say a worker that loads data, would hold the lock on after this process has ended.
+        held = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _let_go(held()))
+
+    @classmethod
+    def of(cls, path: Path) -> Lock | None:
+        """None where another process holds it."""
+        # Nothing that is open for writing keeps a file system from becoming read-only, but NFS wants it so.
+        for mode in (os.O_RDONLY, os.O_RDWR):
+            flags = mode | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            held = cls(path, os.open(path, flags, 0o600))
+            if not stat.S_ISREG(os.fstat(held.descriptor).st_mode):
+                held.release()
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            try:
+                fcntl.flock(held.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return held
+            except BlockingIOError:
+                held.release()
+                return None
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return held
+                held.release()
+                if error.errno != errno.EBADF or mode == os.O_RDWR:
+                    raise
+        raise AssertionError("unreachable")
+
+    @property
+    def stands(self) -> bool:
+        """Whether the file is still there, and this process has it."""
+        try:
+            return self.descriptor >= 0 and os.path.samestat(os.fstat(self.descriptor), self.path.lstat())
+        except OSError:
+            return False
+
+    def release(self, *, remove: bool = False) -> None:
+        """Let others have it."""
+        if remove and self.stands:
+            with suppress(OSError):
+                self.path.unlink()
+        _let_go(self)
+
+
+def _let_go(lock: Lock | None) -> None:
+    if lock is not None and lock.descriptor >= 0:
+        os.close(lock.descriptor)
+        lock.descriptor = -1
+
+
 def _forget(descriptor: int) -> None:
     """Drop what the system keeps of a file in memory, where it can."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -135,5 +227,10 @@ def tried(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except OSError as error:
-        where = f" `{error.filename}`" if error.filename else ""
-        return f"{error.strerror or error}{where}"
+        return said(error)
+
+
+def said(error: OSError) -> str:
+    """An error of the system in words, with the path."""
+    where = f" `{error.filename}`" if error.filename else ""
+    return f"{error.strerror or error}{where}"

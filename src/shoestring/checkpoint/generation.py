@@ -13,8 +13,9 @@ from shoestring.checkpoint.part import Part
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
 
-FORMAT = 2
-"""Of everything that `Tiered` writes. Version 0.1 reads 2, and 1 (one file a save, by `Plain`)."""
+FORMAT = 3
+"""Of everything that `Tiered` writes. Version 0.1 reads 3, 2 (without the run), and 1 (one file a save, by `Plain`)."""
+READS = (2, FORMAT)
 LIMIT = 100_000_000  # bytes of the longest record: the checksums of some 30 TB
 _MOST_RANKS = 1 << 20
 
@@ -31,11 +32,26 @@ class Generation:
     ranks: int = field(compare=False)
     local: int = field(compare=False)
     """Ranks of one host."""
+    run: str = field(default="", compare=False)
+    """Identity of the run; empty in checkpoints of format 2."""
 
     @property
     def name(self) -> str:
         """Of its folder on disk."""
         return f"step-{self.step:08d}-{self.start:04d}-{self.uid}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the header of each of its parts says of it."""
+        return {"step": self.step, "start": self.start, "uid": self.uid, "run": self.run}
+
+    def claims(self, part: Part) -> None:
+        """Raise CheckpointError if a part says of itself that it belongs to another generation."""
+        for key, value in self.identity.items():
+            if (said := part.about.get(key, "" if key == "run" else value)) != value:
+                raise CheckpointError(
+                    f"`{part.name}` belongs to another checkpoint: its {key} is {said!r}, not {value!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,8 @@ class Record:
             if crc32(outer["body"].encode()) != outer["sum"]:
                 raise CheckpointError(f"`{source}` is damaged: its content is not what was written")
             body = json.loads(outer["body"])
-            if body["format"] != FORMAT:
-                raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {FORMAT}")
+            if body["format"] not in READS:
+                raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {READS}")
             parts = {name: _entry(each) for name, each in body["parts"].items()}
             return cls(_generation(body["generation"]), parts, _notes(body["notes"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -99,7 +115,10 @@ def _generation(found: Mapping[str, Any]) -> Generation:
         raise ValueError(f"{ranks} ranks, {local} of a host")
     if not (isinstance(found["uid"], str) and found["uid"].isalnum()):
         raise ValueError(f"{found['uid']!r} for a start")
-    return Generation(step, start, found["uid"], ranks, local)
+    run = found.get("run", "")
+    if not (isinstance(run, str) and (not run or run.isalnum())):
+        raise ValueError(f"{run!r} for a run")
+    return Generation(step, start, found["uid"], ranks, local, run)
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:

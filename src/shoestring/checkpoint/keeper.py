@@ -17,14 +17,15 @@ from torch import Tensor
 
 from shoestring.checkpoint import Tiered, budget, peers
 from shoestring.checkpoint.circle import Circle
-from shoestring.checkpoint.disk import Disk, manifests
-from shoestring.checkpoint.files import Files, tried
+from shoestring.checkpoint.claim import Claim
+from shoestring.checkpoint.disk import manifests
+from shoestring.checkpoint.files import tried
 from shoestring.checkpoint.generation import Entry, Generation, Record
+from shoestring.checkpoint.history import History
 from shoestring.checkpoint.layout import KINDS, PRIVATE, REST, SHARE
 from shoestring.checkpoint.schedule import DISK, LEVELS, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.slots import SEAL, Slot, oldest
 from shoestring.checkpoint.waits import result_of, stop
-from shoestring.core.errors import CheckpointError
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -61,7 +62,7 @@ class Keeper:
     settings: Tiered
     folder: Path
     """Of this host's slots."""
-    files: Files
+    claim: Claim
     schedule: Schedule
     standing: Standing
     pinned: Slot | None = None
@@ -69,19 +70,18 @@ class Keeper:
 
     def __post_init__(self) -> None:
         self.circle = Circle.of(self.world, "copying a checkpoint to peers or to disk")
+        self.disk, self.files = self.claim.disk, self.claim.disk.files
         self.held = [Slot(self.folder / f"held-{self.world.local_rank}-{index}", self.files) for index in range(2)]
-        self.disk = Disk(Path(self.settings.folder), self.files)
         self._thread = ThreadPoolExecutor(1, "checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
         self._nbytes = 0  # of what is kept
         self._rebuilt: list[Slot] = []
-        self._disk_is_shared: bool | None = None
 
-    def begin(self, restored: Generation | None, own: list[Slot]) -> None:
-        """Count a start of the run, from the generation that was restored if any."""
+    def begin(self, history: History, own: list[Slot]) -> None:
+        """Begin a start of the run."""
         for slot in self.held:
-            slot.resume(restored)
+            slot.resume(history)
         held = max((slot.generation for slot in self.held if slot.generation), default=None)
         self.pinned = next((slot for slot in own if slot.generation and slot.generation == held), None)
         rebuilt = self.folder.glob(f"{REBUILT}*{SEAL}") if self.world.local_rank == 0 else ()
@@ -176,11 +176,10 @@ class Keeper:
     def _persist(self, slot: Slot, record: Record) -> None:
         """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
         began, generation = time.perf_counter(), record.generation
-        try:
-            kinds = (PRIVATE, SHARE) if self._shares_disk(generation.uid) else (PRIVATE, SHARE, REST)
-        except CheckpointError as error:
-            self.standing.lacks(DISK, str(error))
+        if self.claim.unrecorded:
+            self.standing.lacks(DISK, self.claim.unrecorded)
             return
+        kinds = (PRIVATE, SHARE) if self.claim.shared else (PRIVATE, SHARE, REST)
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
             written = tried(lambda: self.disk.write(generation, parts))
@@ -197,44 +196,30 @@ class Keeper:
 
     def _commit(self, record: Record, told: list[Mapping[str, Any]]) -> str:
         """Why it could not be committed, on all ranks."""
-        commits = self.world.first if self._disk_is_shared else self.world.local_rank == 0
         ranks = range(self.world.size)
-        if not self._disk_is_shared:
+        if not self.claim.shared:
             host = self.world.rank // self.world.local_size
             ranks = range(host * self.world.local_size, (host + 1) * self.world.local_size)
         reason = ""
-        if commits:
+        if self.claim.commits:
             parts = {name: Entry(**entry) for rank in ranks for name, entry in told[rank].items()}
             found = tried(lambda: self.disk.commit(Record(record.generation, parts, record.notes)))
             reason = found if isinstance(found, str) else ""
         reason = self._any(reason)
-        if commits and not reason:
+        if self.claim.commits and not reason:
             tried(lambda: self._retire(record.generation))
         return reason
 
     def _retire(self, newest: Generation) -> None:
-        """Keep the newest few; what is of later steps is damaged, or of a future that the run went back from."""
-        there = manifests(self.disk.folder)
-        earlier = [path for path, record in there if record.generation <= newest]
-        later = [path for path, record in there if record.generation > newest]
-        self.disk.retire((*later, *earlier[self.settings.keep :]))
+        """Keep the newest few that this start continues; of abandoned branches, what has been done again by now goes.
 
-    def _shares_disk(self, uid: str) -> bool:
-        """Whether all hosts see one folder; found out once, by a file that the first rank writes.
-
-        Raises:
-            CheckpointError: on all ranks: it could not write that.
+        What others have put here stays.
         """
-        if self._disk_is_shared is None:
-            mark, failed = self.disk.folder / f".shared-{uid}", None
-            if self.world.first:
-                failed = tried(lambda: self.files.folder(mark.parent) or self.files.write(mark, b""))
-            if reason := self.circle.tell(failed)[0]:
-                raise CheckpointError(reason)
-            self._disk_is_shared = all(self.circle.tell(mark.exists()))
-            if self.world.first:
-                tried(lambda: self.files.unlink(mark))
-        return self._disk_is_shared
+        there = [(path, record.generation) for path, record in manifests(self.disk.folder)]
+        assert self.claim.history is not None
+        line = [path for path, generation in there if self.claim.history.holds(generation)]
+        gone = [path for path, generation in there if self.claim.history.superseded(generation, newest.step)]
+        self.disk.retire((*gone, *line[self.settings.keep :]))
 
 
 def _plain(entries: Mapping[str, Entry]) -> dict[str, Any]:

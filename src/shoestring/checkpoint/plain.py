@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,13 +17,16 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job, Kept
 from shoestring.core.trace import span
 from shoestring.core.world import World
-from shoestring.storage.guarded import open_regular
+from shoestring.storage.guarded import open_regular, read_regular
 from shoestring.storage.whole import sync_above, write_atomic
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+NEWEST = "newest-step"
+"""File with the newest step of the run where later ones are there, too: it went back from those."""
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
+_LEFT = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.tmp")
 
 
 class Saver:
@@ -33,6 +37,7 @@ class Saver:
         self.every, self.keep = settings.every, settings.keep
         self.folder = Path(settings.folder)
         self._rooted = False
+        self._restored = False
 
     def capture(self) -> None:
         """Work for Phase.CAPTURE: save where it is due."""
@@ -55,7 +60,18 @@ class Saver:
     def restore(self, where: str) -> int | None:
         """`Loader.restore`; the step resumed from."""
         found = Loader(self.job.kept, self.job.world, self.folder).restore(where)
+        self._restored = found
+        if found and where != "auto":
+            self.job.world.agree(lambda: self._go_back() if self.job.world.first else None)
         return self.job.progress.step if found else None
+
+    def _go_back(self) -> None:
+        """Note that later saves are abandoned, so that "auto" takes none of them before this start has saved."""
+        try:
+            if any(_step(path) > self.job.progress.step for path in saves(self.folder)):
+                write_atomic(self.folder / NEWEST, str(self.job.progress.step).encode())
+        except OSError as error:
+            raise CheckpointError(f"cannot write `{self.folder / NEWEST}`: {error.strerror}") from error
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -84,12 +100,23 @@ class Saver:
                 f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
                 hint="earlier saves are intact; free space, then resume",
             ) from error
-        # Saves of later steps are damaged ones or of a future that the run went back from; "auto" must not take them.
-        later = [other for other in saves(self.folder) if other.name > path.name]
-        earlier = [other for other in saves(self.folder) if other.name < path.name]
         with suppress(OSError):
-            for other in (*later, *earlier[self.keep - 1 :], *self.folder.glob(".step-*.tmp")):
-                other.unlink(missing_ok=True)
+            self._delete(path)
+
+    def _delete(self, newest: Path) -> None:
+        """Keep the newest few. Saves of later steps are damaged, or of a future that this run went back from: those go,
+        unless this start has not restored anything, and so knows nothing of them; "auto" takes neither."""
+        there, abandoned = saves(self.folder), _newest(self.folder)
+        later = [path for path in there if _step(path) > min(_step(newest), abandoned) and path != newest]
+        if later and not self._restored:
+            write_atomic(self.folder / NEWEST, str(_step(newest)).encode())
+            later = []
+        earlier = [path for path in there if path.name < newest.name and path not in later]
+        left = [path for path in self.folder.glob(".step-*.tmp") if _LEFT.fullmatch(path.name)]
+        for path in (*later, *earlier[self.keep - 1 :], *left):
+            path.unlink(missing_ok=True)
+        if self._restored:
+            (self.folder / NEWEST).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -119,13 +146,13 @@ class Loader:
         """The rank whose host has the newest save: it is not the first one's where folders are on the hosts' own disks
         and the hosts came back in another order."""
         world = self.world
-        mine = saves(self.folder)[:1] if world.local_rank == 0 else []
+        mine = continued(self.folder)[:1] if world.local_rank == 0 else []
         newest = world.gather("".join(path.name for path in mine).encode())
         return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
         """The first readable save, newest first. A named one that is missing is an error; "auto" may find none."""
-        candidates = saves(self.folder) if where == "auto" else _named(Path(where))
+        candidates = continued(self.folder) if where == "auto" else _named(Path(where))
         for path in candidates:
             try:
                 with open_regular(path) as file:
@@ -205,6 +232,26 @@ def saves(folder: Path) -> list[Path]:
     except OSError as error:
         log.warning("cannot look for saves in `%s`: %s", folder, error.strerror or error)
         return []
+
+
+def continued(folder: Path) -> list[Path]:
+    """The saves that "auto" may take, newest first: without those that the run went back from."""
+    newest = _newest(folder)
+    return [path for path in saves(folder) if _step(path) <= newest]
+
+
+def _newest(folder: Path) -> float:
+    """The newest step of the run where there are later ones that are not its own."""
+    try:
+        return int(read_regular(folder / NEWEST, 100))
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _step(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
 
 
 def _named(path: Path) -> list[Path]:

@@ -98,6 +98,7 @@ class Reader:
                 self.parts[index] = part = opened(offer)
                 if self._server(index) == self.world.rank:
                     part.verify(0, 8)
+                    offer.generation.claims(part)
                     told.append([index, part.about, [_described(piece) for piece in part.pieces]])
             except CheckpointError as error:
                 log.warning("%s", error)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from shoestring.checkpoint.attempts import MOST, Attempts
+from shoestring.checkpoint.claim import newest
 from shoestring.checkpoint.disk import MANIFEST, MARK
 from shoestring.checkpoint.generation import Generation
+from shoestring.checkpoint.history import History
 from shoestring.checkpoint.keeper import REBUILT
+from shoestring.checkpoint.layout import PRIVATE
 from shoestring.checkpoint.plain import Loader
-from shoestring.checkpoint.reader import MEMORY, Offer, Wanted
+from shoestring.checkpoint.reader import DISK, MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery import Choice, Recovery, seals_under
 from shoestring.checkpoint.slots import SEAL, Slot
 from shoestring.checkpoint.tiered import Engine
@@ -38,15 +42,19 @@ def resume(engine: Engine, where: str) -> int | None:
     auto = where == "auto"
     memory = engine.folder.parent if auto else None
     disk, only = (Path(engine.settings.folder), None) if auto else engine.world.agree(lambda: _named(Path(where)))
+    engine.take()
     recovery = Recovery(engine.kept, engine.world, engine.circle)
     world = engine.world
     writes = world.rank // world.local_size if world.local_rank == 0 else None
     attempts = Attempts(engine.circle, engine.files, disk if auto else None, writes)
     offers = recovery.offers(memory, disk)
     attempts.look()
+    others = {offer.generation for offer in offers}
     if only:
         offers = [offer for offer in offers if Path(offer.path).parent == only]
-    starts = [offer.generation.start for offer in offers]
+    else:
+        known = engine.claim.known if auto else newest(engine.circle, disk if world.local_rank == 0 else None)
+        offers = _continued(known, offers, disk)
     while (choice := next(recovery.choices(offers), None)) is not None:
         if attempts.exhausted(choice.generation):
             recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
@@ -56,9 +64,15 @@ def resume(engine: Engine, where: str) -> int | None:
             if wanted is not None:
                 load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
         if wanted is not None:
-            if auto and not _ended(choice.offers):
+            on_disk = [offer for offer in choice.offers if offer.level == DISK]
+            if auto and not _ended(on_disk):
                 engine.schedule.failed(choice.worst, _since(engine, wanted))
-            _go_on(engine, choice, max(starts) + 1)
+            _go_on(engine, choice, others)
+            engine.on_disk = _whole(choice.generation, on_disk)
+            if auto and _ended(choice.offers):  # it may have been killed on the way to the disk, or right after
+                engine.finished = engine.on_disk
+                if not engine.on_disk:
+                    engine.finish()
             return choice.generation.step
     if recovery.unseen:
         raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
@@ -106,14 +120,42 @@ def _since(engine: Engine, wanted: Wanted) -> float:
     return engine.circle.tell(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
 
 
-def _go_on(engine: Engine, choice: Choice, start: int) -> None:
+def _continued(known: History | None, offers: list[Offer], disk: Path) -> list[Offer]:
+    """The offers that the newest start of the run continues, as its history says.
+
+    Where there is none, memory may hold what another run has left that was in a folder of this name.
+
+    Raises:
+        CheckpointError: there are only others, which nothing may be begun beside unasked.
+    """
+    if known is None:
+        found = [offer for offer in offers if offer.level == DISK]
+        if offers and not found:
+            log.warning("`%s` does not say of which run it is: what is left in memory is not resumed", disk)
+        return found
+    found = [offer for offer in offers if known.holds(offer.generation)]
+    others = [offer.generation.step for offer in offers if offer.level == DISK]
+    if others and not found:
+        raise CheckpointError(
+            f"`{disk}` holds no checkpoint of the newest start, though others up to step {max(others)}",
+            hint="name the folder of one to resume it, or choose another folder",
+        )
+    return found
+
+
+def _whole(generation: Generation, offers: Iterable[Offer]) -> bool:
+    """Whether every rank's part is among these."""
+    return {f"{PRIVATE}-{rank}" for rank in range(generation.ranks)} <= {offer.part for offer in offers}
+
+
+def _go_on(engine: Engine, choice: Choice, others: Collection[Generation]) -> None:
     forget_peak()  # what was mapped to be read is none of training's
-    engine.begin(start, choice.generation)
+    engine.begin(choice.generation, others)
     if engine.world.local_rank == 0:
         _forget(engine, choice.generation)
 
 
-def _ended(offers: tuple[Offer, ...]) -> bool:
+def _ended(offers: Iterable[Offer]) -> bool:
     """Whether the run that wrote it ended by itself."""
     return any(dict(offer.notes).get("last") for offer in offers)
 

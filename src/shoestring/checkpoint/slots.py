@@ -19,6 +19,7 @@ from torch import Tensor
 from shoestring.checkpoint.checksum import sums
 from shoestring.checkpoint.files import Files
 from shoestring.checkpoint.generation import Entry, Generation, Record
+from shoestring.checkpoint.history import History
 from shoestring.checkpoint.part import Draft, Form, mapped
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular
@@ -33,6 +34,8 @@ class Room:
 
     data: Tensor
     """uint8, 1-d."""
+    file: tuple[Path, int, int] | None = None
+    """The path, device and inode of its file; None in memory of this process alone."""
     _form: Form | None = None
     _start: int = 0
     _places: list[Tensor] = field(default_factory=list)
@@ -42,6 +45,18 @@ class Room:
         if self._form is not form or self._start != start:
             self._form, self._start, self._places = form, start, form.views(self.data[start:])
         return self._places
+
+    @property
+    def stands(self) -> bool:
+        """Whether its file is still where the next process will look for it."""
+        if self.file is None:
+            return True
+        path, *file = self.file
+        try:
+            found = path.lstat()
+        except OSError:
+            return False
+        return [found.st_dev, found.st_ino] == file
 
 
 @dataclass(eq=False)
@@ -78,13 +93,13 @@ class Slot:
             self._rooms.clear()
         self.lacking = self._no_room
 
-    def resume(self, generation: Generation | None) -> None:
-        """Keep what is in the slot if it is of this generation or before, and break its seal if not.
+    def resume(self, history: History) -> None:
+        """Keep what is in the slot if this start continues it, and break its seal if not.
 
         An earlier one may be what the peers have, too, and so all there is when a host is lost before the next save.
         """
         found = sealed(self.seal_path)
-        if found is not None and generation is not None and found.generation <= generation:
+        if found is not None and history.holds(found.generation):
             self.generation = found.generation
         else:
             self.begin()
@@ -105,7 +120,7 @@ class Slot:
     def _room(self, key: str, nbytes: int) -> Room:
         room = self._rooms.get(key)
         if room is None or len(room.data) < nbytes:
-            room = self._rooms[key] = Room(self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND))
+            room = self._rooms[key] = self._mapped(key, -(-max(nbytes, 1) // ROUND) * ROUND)
         return room
 
     def begin_part(self, part: str, draft: Draft) -> list[Tensor]:
@@ -113,22 +128,23 @@ class Slot:
         draft.begin(self.room(part, draft.nbytes))
         return self._rooms[part.partition("-")[0]].places(draft.form, len(draft.header))
 
-    def _mapped(self, key: str, nbytes: int) -> Tensor:
+    def _mapped(self, key: str, nbytes: int) -> Room:
         path = self._path(key)
         if self._no_room:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return Room(torch.empty(nbytes, dtype=torch.uint8))
         try:
             self.files.folder(path.parent)
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
-                if os.fstat(file.fileno()).st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
+                found = os.fstat(file.fileno())
+                if found.st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
                     os.posix_fallocate(file.fileno(), 0, nbytes)
-                return mapped(file, nbytes, writable=True)
+                return Room(mapped(file, nbytes, writable=True), (path, found.st_dev, found.st_ino))
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.lacking = self._no_room = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return Room(torch.empty(nbytes, dtype=torch.uint8))
 
     def _path(self, key: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{key}")
@@ -140,6 +156,9 @@ class Slot:
             for name, data in self._parts.items()
         }
         record = Record(generation, parts, notes or {})
+        if not self.lacking and not all(room.stands for room in self._rooms.values()):
+            self.lacking = f"what was in `{self.stem.parent}` has been removed by another program"
+            self._rooms.clear()  # the next time there are new files
         if not self.lacking:
             try:
                 self.files.replace(self.seal_path, record.dumps(), durable=False)
@@ -147,6 +166,11 @@ class Slot:
                 self.lacking = f"cannot write `{self.seal_path}`: {error.strerror}"
         self.generation = generation
         return record
+
+    @property
+    def stands(self) -> bool:
+        """Whether what was sealed in it can still be found."""
+        return self.seal_path.exists() and all(room.stands for room in self._rooms.values())
 
     def parts(self, kinds: Iterable[str]) -> dict[str, Tensor]:
         """The bytes of the parts of these kinds that are in it, by their names."""

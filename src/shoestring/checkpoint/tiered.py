@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,8 @@ from torch import Tensor
 from shoestring.checkpoint import Tiered, budget
 from shoestring.checkpoint.checksum import threads_beside
 from shoestring.checkpoint.circle import Circle, Pending
+from shoestring.checkpoint.claim import Claim
+from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.files import Files, tried
 from shoestring.checkpoint.generation import Generation, Record
 from shoestring.checkpoint.keeper import Keeper, Standing
@@ -38,6 +39,8 @@ from shoestring.core.trace import span
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
+
+REPLACED = "another start of this run has taken over its checkpoints: this one ends here"
 
 
 @dataclass(eq=False)
@@ -63,9 +66,12 @@ class Engine:
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first)
         self.safe = self.standing.safe
-        self.keeper = Keeper(self.world, self.settings, self.folder, self.files, self.schedule, self.standing)
-        self.start, self.uid = 0, ""
+        self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
+        self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
         self.finished = self._last = False
+        self.on_disk = False
+        """Whether what was restored, or saved at the end, is on disk, all of it."""
+        self._claimed = False
         self._under_way: dict[Slot, Future[Any]] = {}
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
@@ -76,14 +82,25 @@ class Engine:
         self.copied = 0  # bytes
         self.stalled = self._stall = self._began = 0.0  # seconds
 
-    def begin(self, start: int, restored: Generation | None = None) -> None:
-        """Count a start of the run, from the generation that was restored if any; a collective."""
-        self.start = start
-        self.uid = str(self.circle.tell(secrets.token_hex(4))[0])
+    def take(self) -> None:
+        """Get the right to write this run's checkpoints, before anything is looked for; a collective.
+
+        Raises:
+            CheckpointError: on all ranks: another start of the run has it.
+        """
+        self.claim.take(self.circle)
+        self._claimed = True
+
+    def begin(self, restored: Generation | None = None, others: Collection[Generation] = ()) -> None:
+        """Begin a start of the run that continues a generation, if any, of those that there are; a collective."""
+        if not self._claimed:
+            self.take()
+        self.claim.begin(self.circle, restored, others)
+        assert self.claim.history is not None
         self._sealed = self._staged = restored.step if restored else 0
         for slot in self.own:
-            slot.resume(restored)
-        self.keeper.begin(restored, self.own)
+            slot.resume(self.claim.history)
+        self.keeper.begin(self.claim.history, self.own)
 
     def capture(self, last: bool, loss: Tensor | None = None) -> None:
         """Work for the end of a step: stage where it is due, save everything where it is the last.
@@ -92,8 +109,9 @@ class Engine:
             loss: of the step, 0-d; what is staged counts only if that is finite, which is looked at beside training.
         """
         step, began = self.progress.step, time.perf_counter()
-        if not self.uid:
-            self.begin(0)
+        if self.claim.history is None:
+            self.begin()
+        self.finished = self._last = False
         self.schedule.stepped(began, step, beside=not self.keeper.idle)
         if last:
             self.finish()
@@ -126,9 +144,12 @@ class Engine:
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
         slot = self._slot(self._sealed)
+        newest = next((each for each in self.own if each.generation and each.generation.step == self._sealed), None)
+        lasts = self._lasts and (newest is None or newest.stands)
         return [
+            float(not self.claim.replaced),
             float(self._sealed),
-            float(self._lasts) if self._fits is not False else -1.0,
+            float(lasts) if self._fits is not False else -1.0,
             -math.inf if slot is None else -float(_needed(slot)),
             float(self.keeper.idle),
             *(-each for each in self.schedule.costs()),
@@ -148,7 +169,11 @@ class Engine:
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
         """Stage a generation, unless that would overwrite the newest that all ranks have sealed."""
         pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
-        sealed, lasts, needed, idle, *costs = pulse.wait()
+        newest, sealed, lasts, needed, idle, *costs = pulse.wait()
+        if not newest:
+            raise CheckpointError(REPLACED)
+        if self.claim.unrecorded:
+            self.claim.record(self.circle)
         self.schedule.agreed([-cost for cost in costs], step)
         self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
         if lasts < 0:  # on any rank there is no room, nor will there be
@@ -167,10 +192,12 @@ class Engine:
         self._then(slot, self._generation(step), further, loss)
 
     def _generation(self, step: int) -> Generation:
-        return Generation(step, self.start, self.uid, self.world.size, self.world.local_size)
+        assert self.claim.history is not None
+        run, epoch = self.claim.history.run, self.claim.history.epoch
+        return Generation(step, epoch.start, epoch.uid, self.world.size, self.world.local_size, run)
 
     def stage(self, slot: Slot, generation: Generation) -> None:
-        about = {"step": generation.step, "start": generation.start, "uid": generation.uid, "at": time.time()}
+        about = generation.identity | {"at": time.time()}
         self._began = time.perf_counter()
         if self._fits is None:
             self._share()
@@ -213,15 +240,16 @@ class Engine:
 
     def _then(self, slot: Slot, generation: Generation, further: set[str], loss: Tensor | None = None) -> None:
         """Seal once everything is copied, and let the other thread do what is due besides."""
-        began = self._began
+        began, notes = self._began, {"last": self._last}
 
         def seal() -> str:
             if not self._refused and loss is not None and not math.isfinite(float(loss)):
                 self._refused = f"the loss of step {generation.step} is not finite"
             if self._refused:  # training will end by it, perhaps some steps later
                 return self._refused
+            slot.lacking = slot.lacking or self.claim.unrecorded
             with span("seal", "copy"):
-                reason = tried(lambda: slot.seal(generation))
+                reason = tried(lambda: slot.seal(generation, notes))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
             self._lasts = not lacking
             slot.generation = generation  # what is in it can be written to disk, sealed or not
@@ -231,12 +259,14 @@ class Engine:
 
         self._under_way[slot] = sealing = self.stager.then(seal)
         if further:
-            self.keeper.keep(sealing, slot, further, Record(generation, {}, {"last": self._last}))
+            self.keeper.keep(sealing, slot, further, Record(generation, {}, notes))
 
     def finish(self) -> None:
         """Save on every level, and wait for it; a collective."""
         self.drain()
         step = self.progress.step
+        if self.claim.unrecorded:
+            self.claim.record(self.circle)
         generation = self._generation(step)
         slot = self._slot(self._sealed) or oldest(self.own)
         self.world.agree(lambda: self.stage(slot, generation))
@@ -247,7 +277,7 @@ class Engine:
             self._then(slot, generation, {level})
             self.drain()
             if not (reason := self.standing.lacking[level]):
-                self.finished = level == DISK
+                self.finished = self.on_disk = level == DISK
                 return
         raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
 
@@ -271,6 +301,7 @@ class Engine:
             slot.close()
         budget.release(self.world.memory)
         self.circle.close()
+        self.claim.release()
 
     def facts(self) -> dict[str, float]:
         """For the report: seconds of stall, bytes copied, steps at risk, and the newest step safe at each level."""

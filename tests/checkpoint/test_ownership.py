@@ -1,0 +1,252 @@
+"""What belongs to a run: nothing else is deleted, and a second start is kept out."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.checkpoint.faults import listening
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import BETWEEN, engine_of
+from shoestring.checkpoint import disk
+from shoestring.checkpoint.attached import slots_folder
+from shoestring.checkpoint.claim import LOCK
+from shoestring.checkpoint.disk import manifests
+from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.history import HISTORY, History
+from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.tiered import REPLACED, Engine
+from shoestring.core.errors import CheckpointError
+from shoestring.core.world import World
+
+
+def steps(saves):
+    return sorted(record.generation.step for _, record in manifests(saves))
+
+
+# -- only what is its own ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_others_in_the_folder_is_deleted(start, saves, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_bytes(b"1")
+    others = {
+        "step-00000100/.metadata": b"another program's",
+        "step-2/notes.txt": b"a user's",
+        "step-00000001-0000-abcdef12/model.safetensors": b"an export",
+        ".step-00000001-0000-abcdef12.tmp/part": b"of a run that is not this one",
+        f".step-00000001-0000-abcdef12.{'0' * 16}.tmp/part": b"nor that",
+        ".shared-notes": b"a user's",
+        ".loading-dock": b"a user's",
+        ".latest.backup.tmp": b"a user's",
+        "latest": b"global_step100",
+    }
+    for name, content in others.items():
+        (saves / name).parent.mkdir(parents=True, exist_ok=True)
+        (saves / name).write_bytes(content)
+    (saves / "step-00000003-0000-abcdef12").symlink_to(elsewhere)
+    engine, state, progress = start()
+    trained(engine, state, progress, [1])
+    mine = engine.keeper.disk.run
+    (saves / f".step-00000001-0000-abcdef12.{mine}.tmp").symlink_to(elsewhere)
+    (saves / f".step-00000009-0000-abcdef12.{mine}.tmp").mkdir()  # and this is what it is for
+    trained(engine, state, progress, range(2, 3 * BETWEEN + 1))
+    assert steps(saves) == [3 * BETWEEN]
+    assert {name: (saves / name).read_bytes() for name in others} == others
+    assert (elsewhere / "precious").read_bytes() == b"1"
+    assert not (saves / f".step-00000009-0000-abcdef12.{mine}.tmp").exists()
+
+
+def test_a_link_to_another_run_s_checkpoint_is_resumed_from_and_never_emptied(start, saves, tmp_path):
+    engine, state, progress = start()
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    engine.close()
+    ((path, _),) = manifests(saves)
+    other, state, progress = engine_of(tmp_path / "other", 0, 1, Files())
+    folder = tmp_path / "other/run/saves"
+    folder.mkdir(parents=True)
+    (folder / path.name).symlink_to(path)
+    assert resume(other, "auto") == BETWEEN
+    trained(other, state, progress, range(BETWEEN + 1, 4 * BETWEEN + 1))
+    other.close()
+    assert (folder / path.name).is_symlink() and steps(folder) == [BETWEEN, 4 * BETWEEN]
+    again, state, _ = start()
+    assert resume(again, "auto") == BETWEEN and state.content["bytes"].equal(state.make(BETWEEN)["bytes"])
+
+
+# -- one start at a time ----------------------------------------------------------------------------------------------
+
+
+HOLDER = """
+import signal, sys
+from pathlib import Path
+from benchmarks.checkpoint.known import trained
+from benchmarks.checkpoint.power import engine_of
+from shoestring.checkpoint.files import Files
+engine, state, progress = engine_of(Path(sys.argv[1]), 0, 1, Files())
+trained(engine, state, progress, range(1, 3))
+print("there", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process with a start of the run that has saved steps 1 and 2, and trains no more."""
+    path = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "disk")],
+        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout and process.stdout.readline() == "there\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, holder, saves):
+    before = steps(saves)
+    for stopped in (False, True):
+        if stopped:
+            holder.send_signal(signal.SIGSTOP)
+        engine, state, progress = start()
+        with pytest.raises(CheckpointError, match=rf"`{saves}` is in use by process {holder.pid} on "):
+            resume(engine, "auto")
+        with pytest.raises(CheckpointError, match="is in use"):
+            trained(engine, state, progress, [1])
+    assert steps(saves) == before
+    holder.kill()  # the lock goes with it
+    holder.wait()
+    engine, *_ = start()
+    assert resume(engine, "auto") == BETWEEN
+
+
+def test_a_process_that_lives_on_with_slots_of_the_run_keeps_others_out(start, holder, saves, tmp_path):
+    """Say a worker, whose first rank has died, or on a disk where locks do not work between hosts."""
+    holder.send_signal(signal.SIGSTOP)
+    (saves / LOCK).unlink()
+    engine, *_ = start()
+    with pytest.raises(CheckpointError, match=rf"`{tmp_path}.*memory.*` is in use by process {holder.pid} on "):
+        resume(engine, "auto")
+
+
+class Meanwhile(Files):
+    """Lets something happen before one of its acts, once."""
+
+    def __init__(self, act, name, work):
+        self.act, self.name, self.work = act, name, work
+
+    def before(self, act, path, data=b"", at=0):
+        if self.work and (act, path.name[: len(self.name)]) == (self.act, self.name):
+            work, self.work = self.work, None
+            work()
+
+
+def other_host(tmp_path, saves, done):
+    """Another start takes the folder over, as from a host that no lock of this one keeps out; it saves two more."""
+    (saves / LOCK).unlink()
+    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    memory = tmp_path / "other-memory"
+    engine.settings = replace(engine.settings, memory=str(memory))
+    engine = Engine(
+        engine.kept, progress, World(), engine.settings, slots_folder(engine.settings, World()), set, Files()
+    )
+    step = resume(engine, "auto")
+    done.append(step)
+    trained(engine, state, progress, range(step + 1, step + 1 + BETWEEN))
+    engine.close()
+
+
+def test_a_start_that_was_replaced_commits_nothing_deletes_nothing_and_ends(start, saves, tmp_path):
+    engine, state, progress = start()
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    done = []
+    other_host(tmp_path, saves, done)
+    assert done == [BETWEEN] and steps(saves) == [2 * BETWEEN]
+    history = History.read(saves)
+    with listening() as said:
+        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert any("another start of this run has taken over" in line for line in said)
+    assert engine.safe["disk"] == BETWEEN
+    with pytest.raises(CheckpointError, match=REPLACED):
+        trained(engine, state, progress, range(2 * BETWEEN + 1, 4 * BETWEEN + 1))
+    with pytest.raises(CheckpointError, match="another start"):
+        engine.capture(True)
+    assert steps(saves) == [2 * BETWEEN] and History.read(saves) == history
+    assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(("act", "name"), [("rename", ".step-"), ("sync folder", "saves"), ("rename", "step-")])
+def test_what_a_replaced_start_commits_between_look_and_rename_is_not_resumed(start, saves, tmp_path, act, name):
+    """Stopped at the worst moment, replaced, and woken up."""
+    acts, done = Meanwhile(act, name, None), []
+    engine, state, progress = start(acts)
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    acts.work = lambda: other_host(tmp_path, saves, done)
+    trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert len(done) == 1
+    engine.close()
+    ((newest, _), *_) = [(path, record) for path, record in manifests(saves) if record.generation.start > 0]
+    shutil.rmtree(tmp_path / "disk-memory-0")
+    again, state, progress = start()
+    assert resume(again, "auto") == done[0] + BETWEEN
+    assert newest.name.startswith(f"step-{done[0] + BETWEEN:08d}-")
+    assert state.content["bytes"].equal(state.make(done[0] + BETWEEN)["bytes"])
+
+
+def test_a_child_does_not_hold_the_lock_on(tmp_path):
+    lock = Files().lock(tmp_path / LOCK, "me")
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writes, b"1")
+        signal.pause()
+        os._exit(0)
+    try:
+        os.read(reads, 1)
+        lock.release()
+        Files().lock(tmp_path / LOCK, "another", wait=0.0).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
+        os.close(writes)
+
+
+def test_a_folder_made_anew_does_not_resume_what_a_dead_run_left_in_memory(start, saves, tmp_path):
+    engine, state, progress = start()
+    trained(engine, state, progress, range(1, 3 * BETWEEN + 1))
+    engine.close()
+    shutil.rmtree(tmp_path / "disk")
+    engine, state, progress = start()
+    with listening() as said:
+        assert resume(engine, "auto") is None
+    assert any("does not say of which run it is" in line for line in said)
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    engine.close()
+    engine, *_ = start()
+    assert resume(engine, "auto") == BETWEEN  # its own
+
+
+def test_a_part_of_another_checkpoint_is_not_read(start, saves, tmp_path):
+    """However well its file and checksums fit the manifest."""
+    engine, state, progress = start()
+    trained(engine, state, progress, range(1, BETWEEN + 1))
+    engine.close()
+    shutil.rmtree(tmp_path / "disk-memory-0")
+    ((path, record),) = manifests(saves)
+    for key, value in (("run", "0" * 16), ("uid", "00"), ("start", 7), ("step", 8)):
+        other = replace(record, generation=replace(record.generation, **{key: value}))
+        (path / disk.MANIFEST).write_bytes(other.dumps())
+        (saves / HISTORY).unlink(missing_ok=True)
+        again, *_ = start()
+        with pytest.raises(CheckpointError, match="damaged or incomplete"), listening() as said:
+            resume(again, "auto")
+        assert any(f"belongs to another checkpoint: its {key} is" in line for line in said)
+        again.close()

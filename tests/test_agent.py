@@ -1,0 +1,52 @@
+"""Workers end with the agent that started them, also where it was killed."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+# A worker says when it is there, and holds the pipe open for as long as it lives.
+WORKER = """
+import os, signal, sys
+from shoestring import joining
+if sys.argv[1] == "watched":
+    joining._killed_with_parent = lambda: False
+joining.end_with_agent()
+os.write(1, f"{os.getpid()}\\n".encode())
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+"""
+AGENT = """
+import os, signal, subprocess, sys
+os.environ["TORCHELASTIC_RUN_ID"] = "x"
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+os.close(1)
+signal.pause()
+"""
+
+
+def pid_of(pipe, seconds):
+    """What the next line says."""
+    assert select.select([pipe], [], [], seconds)[0], "nothing is said"
+    return int(pipe.readline())
+
+
+@pytest.mark.parametrize("how", ["told by the kernel", "watched", "stopped"])
+def test_a_worker_ends_with_its_agent(how):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", AGENT, WORKER, how.split()[0]]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout
+        worker = pid_of(agent.stdout, 120)
+        try:
+            agent.kill()
+            # The end of the pipe: nobody is left who holds it.
+            assert select.select([agent.stdout], [], [], 60)[0] and agent.stdout.read() == b""
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
