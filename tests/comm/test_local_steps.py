@@ -124,7 +124,7 @@ FRAGMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("delay", "steps"), [(0, 9), (1, 9), (3, 9), (1, 8)])
+@pytest.mark.parametrize(("delay", "steps"), [(0, 9), (1, 9), (3, 9), (1, 8), (3, 8), (2, 7)])
 def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int) -> None:
     """Two fragments, H = 4: the first is due after steps 2, 6, …, the second after 4, 8, …"""
     alpha = 0.25
@@ -149,11 +149,18 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
             for name, each in commons[f].items():
                 weights[name].copy_(share * weights[name] + (1 - share) * each)
 
+    @torch.no_grad()
+    def average(f: int) -> None:
+        for name, each in commons[f].items():
+            each.copy_(torch.stack([weights[name] for weights in replicas.weights]).mean(0))
+
     for step in range(1, steps + 1):
         replicas.step(step - 1)
         merged = [f for f, (due, _) in list(under_way.items()) if due == step or step == steps]
         for f in merged:
             merge(f, alpha if delay else 0.0)
+            if step == steps and delay:  # its outer step was just made: what replicas have done since is averaged
+                average(f)
         due = [f for f in (0, 1) if step % 4 == (2, 0)[f]] if step < steps else [f for f in (0, 1) if f not in merged]
         for f in due:
             send(f, step)
@@ -165,6 +172,22 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
         for rank, result in enumerate(results):
             assert apart(result["weights"][step - 1], replicas.flat(rank)) < 1e-12, step
     assert results[0]["digests"][-1] == results[1]["digests"][-1]
+
+
+@pytest.mark.parametrize(("steps", "stop", "last"), [(17, 0, 17), (18, 0, 18), (19, 0, 19), (40, 15, 28)])
+def test_no_step_is_lost_at_the_end(pool: Pool, steps: int, stop: int, last: int) -> None:
+    """An exchange that begins after step 10 is merged after step 18: the run ends before that, with it, or after it.
+
+    With `alpha` 1 a merge leaves replicas as they are, so what remains is the mean of replicas that trained alone.
+    """
+    feature = LocalSGD(every=10, delay=8, alpha=1.0)
+    results = train(pool, feature, steps=steps, stops={"1": stop} if stop else None)
+    assert [result["step"] for result in results] == [last, last]
+    replicas = Replicas(2)
+    for number in range(last):
+        replicas.step(number)
+    mean = torch.tensor([replicas.flat(rank) for rank in range(2)], dtype=torch.float64).mean(0).tolist()
+    assert all(apart(result["weights"][-1], mean) < 1e-12 for result in results)
 
 
 # -- merges -----------------------------------------------------------------------------------------------------------
@@ -293,7 +316,9 @@ RESUMED = [
 def test_a_run_goes_on_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path), "micro": 2, "ragged": True}
     through = train(pool, Plain(every=1, keep=9), feature, **arguments)
-    for path in merging.saves(str(tmp_path))[3:6]:
+    saves = merging.saves(str(tmp_path))
+    assert len(saves) == 9
+    for path in saves[3:6]:
         arguments["folder"] = str(tmp_path / "again")
         rest = train(pool, Plain(), feature, resume=path, **arguments)
         for one, other in zip(rest, through, strict=True):

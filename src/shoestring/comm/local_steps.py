@@ -133,24 +133,33 @@ class Outer:
         """Work for Phase.OUTER."""
         step, settings = self.job.progress.step + 1, self.settings
         self.asked |= self.job.stopping
-        landed = self._land([flight for flight in self.flights if flight.due <= step])
+        late = self._land([flight for flight in self.flights if flight.due <= step])
+        merged: list[int] = []
         level = self.job.progress.last or step <= settings.start
         due = [i for i, each in enumerate(self.fragments) if (step - each.phase) % settings.every == 0]
         if due and not level and not self.agreed:
             self._send(due, step, step + settings.delay)
             if not settings.delay:
-                landed += self._land(self.flights)
+                merged = self._land(self.flights)
         if level or self.agreed:
-            self._level(step, landed)
+            self._level(step, late, merged)
         self.job.stopping = self.agreed
         self.meter.read()
 
-    def _level(self, step: int, landed: Sequence[int]) -> None:
-        """Merge everything that has not been merged at this step, so that all replicas are equal."""
-        landed = [*landed, *self._land(self.flights)]
-        if rest := [i for i in range(len(self.fragments)) if i not in landed]:
-            self._send(rest, step, step, plain=step <= self.settings.start)
-            self._land(self.flights)
+    def _level(self, step: int, late: Sequence[int], merged: Sequence[int]) -> None:
+        """Merge what replicas have done since they last sent it, so that all are equal and no step is lost.
+
+        Args:
+            late: fragments whose outer step was made at this step, from an exchange that began before. What replicas
+                did meanwhile is averaged: the outer optimizer's velocity must not move them twice.
+            merged: fragments that were sent and merged at this step.
+        """
+        late = [*late, *self._land(self.flights)]
+        rest = [i for i in range(len(self.fragments)) if i not in late and i not in merged]
+        for fragments, plain in ((rest, step <= self.settings.start), (late, True)):
+            if fragments:
+                self._send(fragments, step, step, plain=plain)
+        self._land(self.flights)
         for fragment in self.fragments:
             fragment.adopt()
 
