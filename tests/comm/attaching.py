@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from exchanges import Awkward, digest
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from shoestring.comm import attach
 from shoestring.comm.ddp import in_memory_order
+from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
+from shoestring.core.feature import Feature, Phase, Seam
 from shoestring.core.job import Job
 from shoestring.core.world import World
+from shoestring.parallel import FSDP
 from shoestring.testing import scenarios
 
 Grads = dict[str, Tensor]
@@ -164,3 +169,36 @@ def _apart(there: Grads, used: Grads, owed: Grads, world: World) -> float:
         mean, left = mine / world.size
         worst = max(worst, float((mean - left - in_memory_order(used[name], total)).abs().max()))
     return worst
+
+
+def clipped(*, feature: dict[str, Any], local: int, shard: bool) -> list[float]:
+    """The norm of the gradients after the exchange of a step in which all ranks have the same large ones."""
+    whole = World.current()
+    world = World(rank=whole.rank, size=whole.size, local_rank=whole.rank % local, local_size=local)
+    norms = []
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        return 100 * F.cross_entropy(output, batch[1], reduction="sum"), torch.tensor(len(batch[1]))
+
+    features = [FSDP(hosts="leave"), Norms()] if shard else [Norms()]
+    job = Job(Awkward(torch.contiguous_format), loss=loss, world=world)
+    with compose(job, [scenarios.decode(feature), *features]):
+        for step in range(2):
+            job.step(batch(step, 0))
+            norms.append(float(job.numbers["norm"]))
+    return norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms(Feature):
+    """Publishes the norm of the whole gradient."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        def measure() -> None:
+            grads = [each.grad for each in job.parameters if each.grad is not None]
+            whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+            job.numbers["norm"] = torch.nn.utils.get_total_norm(whole)
+
+        job.at(Phase.GRAD, measure)

@@ -86,3 +86,24 @@ def test_what_an_unused_layer_is_owed_stays_owed(pool, feature, wrap, own_step, 
     for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
         assert result["owed"] > 1e-4
         assert result["apart"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    with Pool(4, timeout=60) as pool:
+        yield pool
+
+
+def test_dgc_clips_the_norm_of_all_gradients_whatever_the_parts(pool):
+    """Each of two ranks at 0.1 over the root of 2; all have the same gradient, so it is also the norm of the mean."""
+    for parts in (1, 2, 4):
+        feature = comm.DGC(lr=0.01, momentum=0.0, density=1.0, clip=0.1, parts=parts)
+        for norms in pool.call(attaching.clipped, feature=encode(feature), local=2, shard=False):
+            assert norms == pytest.approx([0.1 / 2**0.5] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["torus", "fsdp"])
+def test_dgc_clips_the_norm_of_a_hosts_gradient_where_its_ranks_have_rows_of_it(four, shard):
+    feature = comm.DGC(lr=0.01, momentum=0.0, density=1.0, clip=0.1)
+    for norms in four.call(attaching.clipped, feature=encode(feature), local=2, shard=shard):
+        assert norms == pytest.approx([0.1 / 2**0.5] * 2, rel=1e-5)

@@ -36,14 +36,15 @@ def install(job: Job, settings: Exchange) -> None:
     dimensions = [each for each in (HOSTS, LOCAL) if (each in job.replicas) == under_ddp]
     if job.world.ranks_over(dimensions) == 1 and not settings.alone:
         return
-    routes = [Route(job.world, dimensions, torus=settings.torus) for _ in range(settings.channels)]
+    totals = settings.together and job.engine == "fsdp"
+    routes = [Route(job.world, dimensions, torus=settings.torus, totals=totals) for _ in range(settings.channels)]
     ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
     trained = {name: tensor for name, tensor in job.trained.items() if name not in ignored}
     sizes = {name: local(tensor).numel() * tensor.element_size() for name, tensor in trained.items()}
-    coordinator = Coordinator(routes, settings.selecting(), sizes, settings.parts, job.world.device)
+    coordinator = Coordinator(routes, settings.selecting(), sizes, settings.exchanges, job.world.device)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
-        job.exits.callback(Arriving(coordinator, job.model, sum(sizes.values()) // settings.parts).detach)
+        job.exits.callback(Arriving(coordinator, job.model, sum(sizes.values()) // settings.exchanges).detach)
     else:
         _before_the_step(job, dimensions, coordinator, settings.name)
     sharded = job.engine == "fsdp" or routes[0].inner is not None

@@ -51,6 +51,10 @@ Grads = dict[str, Tensor]
 Coding = Generator[Sequence[Request], list[Tensor], None]
 
 
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Turn:
     """Which exchange this is: equal on all ranks but for `rank`."""
@@ -58,6 +62,8 @@ class Turn:
     rank: int
     size: int
     step: int
+    total: Callable[[Tensor], Tensor] = itself
+    """Adds a tensor up over the ranks of this host that hold other rows of the same gradients."""
 
 
 class Codec(ABC):

@@ -24,7 +24,7 @@ class DGC(Sparse):
 
     Args:
         density: after the warm-up.
-        clip: of the 2-norm of the gradients that travel together; each rank of N clips at clip / √N.
+        clip: of the 2-norm of the gradients, which must travel together; each rank of N clips at clip / √N.
         masking: set the velocity of what is sent to zero, so that stale momentum does not carry it on.
         warmup: steps in five equal stages, whose densities fall exponentially to the last: of 0.001, these are 0.25,
             0.063, 0.016, 0.004 and 0.001.
@@ -54,7 +54,7 @@ class DGC(Sparse):
         sparse = {name: grad for name, grad in grads.items() if grad.ndim > 1 and self.density < 1}
         dense = {name: grad for name, grad in grads.items() if name not in sparse}
         if self.clip is not None and grads:
-            norm = torch.nn.utils.get_total_norm(list(grads.values()))
+            norm = turn.total(torch.nn.utils.get_total_norm(list(grads.values())).square()).sqrt()
             foreach_mul_(list(grads.values()), (self.clip * turn.size**-0.5 / norm).clamp(max=1))
         if not sparse:
             yield from self._whole(dense)

@@ -57,6 +57,16 @@ class Exchange(Feature):
         """What the saving costs, in words."""
         return "gradients are approximate; what is left out is added later"
 
+    @property
+    def together(self) -> bool:
+        """Whether the codec must have all gradients of a step at once, so that `parts` does not apply."""
+        return False
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges a step."""
+        return 1 if self.together else self.parts
+
     def check(self, job: Job) -> None:
         for name in ("parts", "channels"):
             if getattr(self, name) < 1:
@@ -100,7 +110,7 @@ class Exchange(Feature):
         between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
         select = "hypernetwork" if self.select == "auto" else self.select
         parts = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
-        parts += f"in {self.parts} parts " if self.parts > 1 else ""
+        parts += f"in {self.exchanges} parts " if self.exchanges > 1 else ""
         return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
 
     def saving(self, trace: Trace) -> Saving | None:

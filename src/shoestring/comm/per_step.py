@@ -258,7 +258,8 @@ class DGC(Exchange):
     warmup: int = 0
     """Steps over which the density falls to that, in five stages."""
     clip: float = 0.0
-    """Of the gradients' norm; each of N ranks clips at this over the root of N. 0 does not clip."""
+    """Largest norm of the gradients; each of N ranks clips its own at this over the root of N. All gradients must be
+    there before any can be sent, so the step is exchanged in one part. 0 turns clipping off."""
     how: Literal["exact", "sampled", "mstopk"] = "exact"
     """As for `comm.topk`."""
     wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "fp32"
@@ -274,6 +275,10 @@ class DGC(Exchange):
             raise ConfigError(
                 f"`{self.name}` accumulates momentum, which cannot wait for a budget", hint="use [comm.topk]"
             )
+
+    @property
+    def together(self) -> bool:
+        return self.clip > 0
 
     def apply(self, job: Job, seam: Seam) -> None:
         if seam is Seam.WIRE:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.comm.codec import Codec, Grads
+from shoestring.comm.codec import Codec, Grads, Mean
 from shoestring.comm.wire import Wire, naming
 from shoestring.core._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.core.feature import HOSTS, LOCAL
@@ -22,12 +22,18 @@ from shoestring.core.world import World
 
 
 class Route:
-    """Exchanges over `dimensions` of the mesh; with `torus`, the codec runs between hosts only."""
+    """Exchanges over `dimensions` of the mesh.
 
-    def __init__(self, world: World, dimensions: Sequence[str], *, torus: bool = False) -> None:
+    Args:
+        torus: run the codec between hosts only, where there are several with several ranks.
+        totals: let the codec add up over the ranks of a host, each of which holds a shard of the gradients.
+    """
+
+    def __init__(self, world: World, dimensions: Sequence[str], *, torus: bool = False, totals: bool = False) -> None:
         torus = torus and len(dimensions) == 2 and world.hosts > 1 and world.local_size > 1
         self.outer = Wire(world.group([HOSTS] if torus else dimensions), world.device)
         self.inner = Wire(world.group([LOCAL]), world.device) if torus else None
+        self.shards = Wire(world.group([LOCAL]), world.device) if totals else self.inner
 
     @property
     def sent(self) -> int:
@@ -45,16 +51,23 @@ class Route:
 
     def close(self) -> None:
         self.outer.close()
-        if self.inner is not None:
-            self.inner.close()
+        if self.shards is not None:
+            self.shards.close()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `Turn.total`."""
+        if self.shards is None:
+            return tensor
+        (mean,) = self.shards.start([Mean(tensor.clone())])()
+        return mean * self.shards.size
 
     def run(self, codec: Codec, grads: Grads, step: int) -> bool:
         """See `Wire.run`."""
         if self.inner is None:
-            return self.outer.run(codec, grads, step)
+            return self.outer.run(codec, grads, step, self.total)
         with span("reduce-scatter", "wire"), naming(f"reduce-scatter between the {self.inner.size} ranks of a host"):
             mine = scattered(self.inner, list(grads.values()))
-        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step)
+        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step, self.total)
         with span("all-gather", "wire"), naming(f"all-gather between the {self.inner.size} ranks of a host"):
             gathered(self.inner, mine, list(grads.values()))
         return finite

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn
+from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn, itself
 from shoestring.core._torch import all_gather_single, name_groups_from, timeout_of
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
@@ -54,9 +54,9 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, codec: Codec, grads: Grads, step: int) -> bool:
+    def run(self, codec: Codec, grads: Grads, step: int, total: Callable[[Tensor], Tensor] = itself) -> bool:
         """One whole exchange: `grads` become the average over the ranks. False, and NaN, where one was not finite."""
-        coding = codec.code(grads, Turn(self.rank, self.size, step))
+        coding = codec.code(grads, Turn(self.rank, self.size, step, total))
         with span("encode", "compute"):
             requests = next(coding, None)
         first = True
