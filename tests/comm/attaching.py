@@ -171,6 +171,23 @@ def _apart(there: Grads, used: Grads, owed: Grads, world: World) -> float:
     return worst
 
 
+def overflowed(*, feature: dict[str, Any], size: float) -> dict[str, Any]:
+    """Gradients of usual size, then one step of `size`, on every rank, then usual ones again."""
+    torch.manual_seed(0)
+    model = nn.Linear(48, 40, bias=False)
+    pattern = torch.randn(40, 48).clamp_(-1, 1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    finite, states = [], []
+    with attach(model, scenarios.decode(feature), optimizer) as job:
+        for step in range(4):
+            model.weight.grad = (size if step == 2 else 1.0) * pattern
+            optimizer.step()
+            finite.append(bool(model.weight.grad.isfinite().all()))
+            state = job.kept["comm"].state.state_dict()["codec"]
+            states.append([float(each.norm()) for each in state["residual"].values()])
+    return {"finite": finite, "states": states}
+
+
 def clipped(*, feature: dict[str, Any], local: int, shard: bool) -> list[float]:
     """The norm of the gradients after the exchange of a step in which all ranks have the same large ones."""
     whole = World.current()

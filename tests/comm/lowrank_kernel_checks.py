@@ -46,6 +46,7 @@ def assert_does_what_the_formulas_say(n: int, m: int, rank: int, dtype: torch.dt
     basis = torch.linalg.qr(P)[0].t().contiguous().t()  # not contiguous, as a basis may be
     found = project(left, basis)
     close(found, basis.double().t() @ M)
+    leave(left, basis, found)
     close(left.residual, M - basis.double() @ (basis.double().t() @ M))
     decode(left, P, Qt)
     close(left.grad, P.double() @ Qt.double(), dtype)

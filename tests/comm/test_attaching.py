@@ -19,7 +19,7 @@ from shoestring.testing.scenarios import encode
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(2, timeout=40) as pool:
+    with Pool(2) as pool:
         yield pool
 
 
@@ -90,7 +90,7 @@ def test_what_an_unused_layer_is_owed_stays_owed(pool, feature, wrap, own_step, 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Pool]:
-    with Pool(4, timeout=60) as pool:
+    with Pool(4) as pool:
         yield pool
 
 
@@ -107,3 +107,24 @@ def test_dgc_clips_the_norm_of_a_hosts_gradient_where_its_ranks_have_rows_of_it(
     feature = comm.DGC(lr=0.01, momentum=0.0, density=1.0, clip=0.1)
     for norms in four.call(attaching.clipped, feature=encode(feature), local=2, shard=shard):
         assert norms == pytest.approx([0.1 / 2**0.5] * 2, rel=1e-5)
+
+
+LATER = [
+    (comm.Quantize(bits=8, rounding="nearest", feedback=True), 3e38),
+    (comm.Sign(), 3e38),
+    (comm.OkTopK(density=0.1), 3e38),
+    (comm.PowerSGD(rank=2), 1e36),
+]
+
+
+@pytest.mark.parametrize(("feature", "size"), LATER, ids=lambda value: getattr(value, "name", None))
+def test_an_overflow_after_the_first_answers_enters_no_residual(pool, feature, size):
+    """Each rank's entries are finite, and so is what it sends first; what is made of them is not."""
+    for result in pool.call(attaching.overflowed, feature=encode(feature), size=size):
+        assert result["finite"] == [True, True, False, True]
+        before, given_up, after = result["states"][1:]
+        if feature.name == "comm.powersgd":  # rounds what is owed beside a gradient of that size, and adds nothing
+            assert all(0 <= each <= 1.001 * was for each, was in zip(given_up, before, strict=True))
+        else:
+            assert given_up == before
+        assert all(0 < each < 1e3 for each in after)

@@ -9,27 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import merging
+from by_hand import Replicas, Weights, apart, copied, outer_step, train
 
 from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
 from shoestring.comm.local_state import averaged
 from shoestring.core.compose import compose
-from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
+from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.job import Job
-from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.optim import Clip
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
 from shoestring.testing.suite import shared
-
-Weights = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -44,56 +40,7 @@ def four() -> Iterator[Pool]:
         yield pool
 
 
-def train(pool: Pool, *features: Any, **arguments: Any) -> list[dict[str, Any]]:
-    return pool.call(merging.train, features=[encode(each) for each in features], **arguments)
-
-
-def apart(one: list[float], other: list[float]) -> float:
-    return float((torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max())
-
-
 # -- written by hand --------------------------------------------------------------------------------------------------
-
-
-class Replicas:
-    """`size` copies of the tiny model in one process, in double precision, each with its share of the batch."""
-
-    def __init__(self, size: int, *, ragged: bool = False) -> None:
-        self.ragged = ragged
-        self.models = [jobs.tiny().double() for _ in range(size)]
-        self.optimizers = [torch.optim.SGD(self.trained(model).values(), lr=0.1, momentum=0.9) for model in self.models]
-
-    @staticmethod
-    def trained(model: torch.nn.Module) -> Weights:
-        return {name: each for name, each in model.named_parameters() if each.requires_grad}
-
-    @property
-    def weights(self) -> list[Weights]:
-        return [self.trained(model) for model in self.models]
-
-    def step(self, number: int) -> None:
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            batch = jobs.batch(number, rank, len(self.models), ragged=self.ragged)
-            F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def flat(self, rank: int) -> list[float]:
-        return torch.cat([each.detach().flatten() for each in self.weights[rank].values()]).tolist()
-
-
-@torch.no_grad()
-def outer_step(replicas: Replicas, common: Weights, outer: torch.optim.Optimizer) -> None:
-    for name, each in common.items():
-        each.grad = torch.stack([each - weights[name] for weights in replicas.weights]).mean(0)
-    outer.step()
-    for weights, (name, each) in ((weights, item) for item in common.items() for weights in replicas.weights):
-        weights[name].copy_(each)
-
-
-def copied(replicas: Replicas, names: list[str] | None = None) -> Weights:
-    first = replicas.weights[0]
-    return {name: torch.nn.Parameter(first[name].detach().clone()) for name in names or first}
 
 
 @pytest.mark.parametrize(("features", "micro"), [
@@ -174,22 +121,6 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
     assert results[0]["digests"][-1] == results[1]["digests"][-1]
 
 
-@pytest.mark.parametrize(("steps", "stop", "last"), [(17, 0, 17), (18, 0, 18), (19, 0, 19), (40, 15, 28)])
-def test_no_step_is_lost_at_the_end(pool: Pool, steps: int, stop: int, last: int) -> None:
-    """An exchange that begins after step 10 is merged after step 18: the run ends before that, with it, or after it.
-
-    With `alpha` 1 a merge leaves replicas as they are, so what remains is the mean of replicas that trained alone.
-    """
-    feature = LocalSGD(every=10, delay=8, alpha=1.0)
-    results = train(pool, feature, steps=steps, stops={"1": stop} if stop else None)
-    assert [result["step"] for result in results] == [last, last]
-    replicas = Replicas(2)
-    for number in range(last):
-        replicas.step(number)
-    mean = torch.tensor([replicas.flat(rank) for rank in range(2)], dtype=torch.float64).mean(0).tolist()
-    assert all(apart(result["weights"][-1], mean) < 1e-12 for result in results)
-
-
 # -- merges -----------------------------------------------------------------------------------------------------------
 
 
@@ -260,47 +191,6 @@ def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
     (saving,) = result["savings"]
     assert float(saving.split()[0]) == pytest.approx(sum(sent) / 6, rel=1e-5)
     assert "2 merges" in saving
-
-
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("feature", "last"), [
-    (DiLoCo(every=3), 3),
-    (DiLoCo(every=4, fragments=2), 2),
-    (DiLoCo(every=4, fragments=2, delay=1), 3),
-])  # fmt: skip
-def test_one_vote_stops_all_at_a_merge_and_what_is_left_is_equal(pool: Pool, feature: Any, last: int) -> None:
-    one, other = train(pool, feature, steps=12, stops={"1": 2})
-    assert one["step"] == other["step"] == last
-    assert one["digests"][-1] == other["digests"][-1]
-
-
-def test_a_loss_that_is_nan_on_one_replica_ends_all_of_them_together(pool: Pool, tmp_path: Path) -> None:
-    """Also where something else makes the ranks meet in between: a save after every step."""
-    arguments: dict[str, Any] = {"steps": 9, "poison": {"1": 2}, "folder": str(tmp_path)}
-    one, other = train(pool, Plain(every=1, keep=9), DiLoCo(every=4), **arguments)
-    assert other["said"].startswith("the loss became nan at step 2 (hint")
-    assert one["said"].startswith("rank 1 had no finite loss at step 2 (hint")
-    assert one["step"] == other["step"] == 3
-    assert len(merging.saves(str(tmp_path))) == 3  # none has what is not finite
-    rest = train(pool, Plain(every=1), DiLoCo(every=4), steps=9, folder=str(tmp_path), resume=str(tmp_path))
-    assert rest[0]["digests"][-1] == rest[1]["digests"][-1] and not rest[0]["said"]
-
-
-def test_a_replica_alone_ends_at_once() -> None:
-    def poisoned(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        total, count = cross_entropy(output, batch)
-        return total * torch.nan, count
-
-    job = Job(jobs.tiny(), loss=poisoned, optimizer=jobs.sgd(), world=World())
-    with compose(job, [DiLoCo(every=3)]), pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
-        job.step(jobs.batch(0))
-
-
-def test_weights_that_are_nan_in_a_loop_of_ones_own_end_all(pool: Pool) -> None:
-    for result in pool.call(merging.foreign, features=[encode(SparseLoCo(every=3))], steps=6, poison=2):
-        assert result["said"].startswith("the weights of rank 1 are not finite")
 
 
 # -- what survives ----------------------------------------------------------------------------------------------------

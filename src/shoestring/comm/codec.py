@@ -90,8 +90,10 @@ class Codec(ABC):
             grads: parameter names to gradients of any shape, contiguous, in fp32 or what the parameters have; the
                 same names in the same order on all ranks. They may be overwritten at once.
 
-        State must not change before the first yield has been answered: if a gradient is not finite on any rank, the
-        generator is closed there, and what it knew must be what it knew before.
+        The generator may be closed at any yield, and the codec must then know what it knew before, but for rounding:
+        at the first one if a gradient is not finite on any rank, at a later one if an answer is too large to decode.
+        Who runs it leaves `grads` alone until then. Answers in floating point, but for the first ones, must be equal on
+        all ranks.
         """
 
     def kept(self, kind: str, name: str, like: Tensor) -> Tensor:

@@ -62,24 +62,29 @@ def products(matrices: Sequence[Matrix]) -> list[Tensor]:
     return found
 
 
+def build(each: Matrix) -> None:
+    """Put M in the place of the residual, where no kernel builds it."""
+    if not each.by_kernel:
+        each.residual.add_(each.grad)
+
+
+def undo(each: Matrix) -> None:
+    """The inverse of `build`, but for rounding: beside a huge gradient, what was owed is rounded to nothing."""
+    if not each.by_kernel:
+        each.residual.sub_(each.grad)
+
+
 def project(each: Matrix, P: Tensor) -> Tensor:
-    """Qᵀ = Pᵀ M; what P Qᵀ leaves of M becomes the residual."""
-    if each.by_kernel:
-        Qt = _left(each, P)
-        leave(each, P, Qt)
-        return Qt
-    M = each.residual.add_(each.grad)
-    Qt = P.t() @ M
-    M.addmm_(P, Qt, alpha=-1)
-    return Qt
+    """Qᵀ = Pᵀ M of a matrix that is built."""
+    return _left(each, P) if each.by_kernel else P.t() @ each.residual
 
 
 def leave(each: Matrix, P: Tensor, Qt: Tensor) -> None:
-    """What P Qᵀ leaves of M becomes the residual."""
+    """What P Qᵀ leaves of M, which is built, becomes the residual."""
     if each.by_kernel:
         _outer(each.grad, each.residual, P, Qt, leaving=True)
     else:
-        each.residual.add_(each.grad).addmm_(P, Qt, alpha=-1)
+        each.residual.addmm_(P, Qt, alpha=-1)
 
 
 def decode(each: Matrix, P: Tensor, Qt: Tensor) -> None:

@@ -59,11 +59,13 @@ class OkTopK(Flat):
         sent = (what + 0 * M.sum()).to(self.dtype)
         mine, theirs = yield [Swap(encode_indices(where, n)), Swap(sent)]
 
-        total = summed(decode_indices(mine, room, n), theirs.float(), out=e)
         start = min(bounds[turn.rank], n - share)
         end = max(bounds[turn.rank + 1], start + share)
-        largest = exact(total[start:end], share) + start
-        sums = total[largest]
+        # All that comes lies in this region, but for the places of zeros that fill up a message.
+        received = decode_indices(mine, room, n).sub_(start).clamp_(0, end - start - 1)
+        total = summed(received, theirs.float(), out=M.new_empty(end - start))
+        best = exact(total, share)
+        largest, sums = best + start, total[best]
         rounded = sums.to(self.dtype)
         answers = yield [Gather(encode_indices(largest[None], n)[0]), Gather(rounded)]
 

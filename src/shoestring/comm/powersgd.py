@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoestring.comm.codec import Codec, Coding, Grads, Mean, Turn
 from shoestring.comm.dense import flattened, spread
-from shoestring.comm.lowrank import Matrix, decode, leave, products, project
+from shoestring.comm.lowrank import Matrix, build, decode, leave, products, project, undo
 from shoestring.core._torch import foreach_copy_
 
 RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
@@ -72,11 +72,20 @@ class PowerSGD(Codec):
         P = products(matrices)
         yield from averaged(P, whole, self.dtype)
         orthogonalise(P)
-        Qt = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
-        yield from averaged(Qt, [], self.dtype)
-        for each, P_, Qt_ in zip(matrices, P, Qt, strict=True):
-            decode(each, P_, Qt_)
-            self.state["Qt"][each.name] = Qt_
+        for each in matrices:
+            build(each)
+        own = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
+        mean = [Qt.clone() for Qt in own]
+        try:
+            yield from averaged(mean, [], self.dtype)
+        except GeneratorExit:
+            for each in matrices:
+                undo(each)
+            raise
+        for each, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
+            leave(each, P_, own_)
+            decode(each, P_, mean_)
+            self.state["Qt"][each.name] = mean_
 
     def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
         """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis.
@@ -90,6 +99,7 @@ class PowerSGD(Codec):
         for each, own_, mean_ in zip(matrices, own, mean, strict=True):
             P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
             assert P is not None and Qt is not None
+            build(each)
             leave(each, P, Qt)
             decode(each, *((mean_, Qt) if each.P is None else (P, mean_)))
             del self.state[other][each.name]

@@ -60,7 +60,7 @@ class OwnerReduced(Codec):
         noise, flats = generator(self.seed, turn, grads), [grad.view(-1) for grad in grads.values()]
         owed = [each.view(-1) for each in self.keep("residual", grads)] if self.feedback else []
         summands = [flats, owed] if self.feedback else [flats]
-        # What compression leaves waits where the gradients were, until it is known that every rank's are finite.
+        # What compression leaves waits where the gradients were, until the last answers are there.
         left = [flat if flat.dtype == torch.float32 else flat.float() for flat in flats] if self.feedback else []
         layout, row = Layout(flats, turn.size, self.bucket), turn.rank
         entries, step = layout.entries(), layout.step()
@@ -79,13 +79,13 @@ class OwnerReduced(Codec):
         mine = layout.parts(layout.step(beside=turn.size), row, row + 1)
         own = slice(mine[0].start, mine[-1].stop)
         averages = list(self._averages(theirs, mine, summands, row))
-        if self.feedback:
-            foreach_copy_(owed, left)
         for part, average in zip(mine, averages, strict=True):
             self._compress(average, part.start, entries, (levels, scales), noise)
             if self.feedback:
-                part.write(average.mul_(turn.size), owed)
+                part.write(average.mul_(turn.size), left)
         everywhere = yield [Gather(each[0]) for each in self._packed(levels[own], scales[own], 1)]
+        if self.feedback:
+            foreach_copy_(owed, left)
         levels, scales = (each.flatten(0, 1) for each in self._opened(everywhere))
         for part in layout.parts(step):
             part.write(levels[part.start : part.stop] * scales[part.start : part.stop], flats)

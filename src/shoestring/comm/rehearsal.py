@@ -38,7 +38,7 @@ def lockstep(codings: Sequence[Coding]) -> Traffic:
     asked = [next(coding, None) for coding in codings]
     while asked[0] is not None:
         traffic.stages.append(_bytes(asked[0]))
-        answers = _answers([requests for requests in asked if requests is not None])
+        answers = answered([requests for requests in asked if requests is not None])
         asked = [_send(coding, mine) for coding, mine in zip(codings, answers, strict=True)]
     return traffic
 
@@ -58,8 +58,8 @@ def _bytes(requests: Sequence[Request]) -> dict[str, int]:
     return found
 
 
-def _answers(asked: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
-    """One list for each rank, in the order of its requests."""
+def answered(asked: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
+    """Every rank's answers to what all ranks asked for: one list for each rank, in the order of its requests."""
     answers: list[list[Tensor]] = [[] for _ in asked]
     for requests in zip(*asked, strict=True):
         kinds = {(type(request), request.tensor.shape, request.tensor.dtype) for request in requests}

@@ -103,7 +103,7 @@ def fitting(order: Iterable[int], layers: Layers, *, patience: float) -> list[in
 
 @dataclass
 class _Plan:
-    """One step's choice. It becomes state with the first answers, for an exchange may be given up before."""
+    """One step's choice. It becomes state with the last answers, for an exchange may be given up before."""
 
     step: int
     known: frozenset[str]
@@ -148,13 +148,13 @@ class Selected(Codec):
         with closing(self.inner.code(chosen, turn) if chosen else _nothing()) as inner:
             asked = next(inner, None)
             *answers, told = yield [*(asked or ()), Mean(told)]
-            self._keep(plan, grads, M, told.view(-1, TOLD).double().tolist(), turn)
             while asked is not None:
                 try:
                     asked = inner.send(answers)
                 except StopIteration:
                     break
                 answers = yield asked
+        self._keep(plan, grads, M, told.view(-1, TOLD).double().tolist(), turn)
         self._deliver(grads, chosen)
 
     def _owed(self, grads: Grads) -> Grads:

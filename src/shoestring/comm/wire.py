@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import groupby
 from typing import Self
 
@@ -20,6 +20,8 @@ from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
 SMALL = 2**19  # bytes
+FIRST = torch.finfo(torch.float32).max  # of first answers, which ranks must judge alike though they may differ
+LATER = 2.0**100  # of later ones, which are equal on all ranks: what is decoded from them does not overflow
 ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
 
 
@@ -56,23 +58,23 @@ class Wire:
 
     def run(self, codec: Codec, grads: Grads, step: int, total: Callable[[Tensor], Tensor] = itself) -> bool:
         """One whole exchange: `grads` become the average over the ranks. False, and NaN, where one was not finite."""
-        coding = codec.code(grads, Turn(self.rank, self.size, step, total))
-        with span("encode", "compute"):
-            requests = next(coding, None)
-        first = True
-        while requests is not None:
-            answers = self.start(requests)()
-            with span("code", "compute"):
-                if first and not all_finite(answers):
-                    coding.close()
-                    for grad in grads.values():
-                        grad.fill_(torch.nan)
-                    return False
-                first = False
-                try:
-                    requests = coding.send(answers)
-                except StopIteration:
-                    requests = None
+        with closing(codec.code(grads, Turn(self.rank, self.size, step, total))) as coding:
+            with span("encode", "compute"):
+                requests = next(coding, None)
+            largest = FIRST
+            while requests is not None:
+                answers = self.start(requests)()
+                with span("code", "compute"):
+                    if not all_finite(answers, largest):
+                        coding.close()  # while gradients are there, which it may need to undo what it did
+                        for grad in grads.values():
+                            grad.fill_(torch.nan)
+                        return False
+                    largest = LATER
+                    try:
+                        requests = coding.send(answers)
+                    except StopIteration:
+                        requests = None
         return True
 
     def start(self, requests: Sequence[Request]) -> Answer:
@@ -213,7 +215,7 @@ def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
     return F.pad(flat, (0, -flat.shape[1] % ALIGNMENT))
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every entry of every floating-point tensor is finite; waits for the device."""
+def all_finite(tensors: Sequence[Tensor], largest: float = FIRST) -> bool:
+    """Whether every floating-point entry is at most `largest` in magnitude, and no NaN; waits for the device."""
     bounds = [bound for t in tensors if t.is_floating_point() and t.numel() for bound in t.aminmax()]
-    return bool(torch.stack([bound.float() for bound in bounds]).isfinite().all()) if bounds else True
+    return bool((torch.stack([bound.float() for bound in bounds]).abs() <= largest).all()) if bounds else True
