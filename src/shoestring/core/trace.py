@@ -138,9 +138,11 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
         self.nbytes = nbytes
 
     def __enter__(self) -> Self:
-        self._told = tuple(_listeners)
-        for listener in self._told:
-            listener.begin(self)
+        self._told = None
+        if _listeners:
+            self._told = tuple(_listeners)
+            for listener in self._told:
+                listener.begin(self)
         self.began = time.perf_counter()
         return self
 
@@ -149,6 +151,7 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
             ended = time.perf_counter()
             for trace in _open:
                 trace.record(self.name, self.kind, self.began, ended, self.nbytes)
-        for listener in reversed(self._told):
-            if listener in _listeners:
-                listener.end(self)
+        if self._told:
+            for listener in reversed(self._told):
+                if listener in _listeners:
+                    listener.end(self)
