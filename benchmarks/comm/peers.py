@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoestring import comm
+from shoestring._torch import GradBucket
 from shoestring.comm.codec import Codec, Coding, Grads, Turn
 from shoestring.comm.powersgd import PowerSGD, averaged
-from shoestring.core._torch import GradBucket
 
 
 def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

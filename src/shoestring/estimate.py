@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoestring import build
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import check_owners, ordered
+from shoestring.core.feature import arranged, check_owners, ordered
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
@@ -27,7 +27,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
         ConfigError: whatever training would refuse before it allocates anything.
     """
     # Ranks as on one host; no process group is needed to check.
-    world = World(size=workers, local_size=workers)
+    world = arranged(World(size=workers, local_size=workers), run.features)
     completed = run.completed(world)
     yield completed.dump()
     told = offered(run)
@@ -38,11 +38,12 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     check_owners(job.features)
     for feature in job.features:
         feature.check(job)
-    micro, rest = divmod(run.settings.batch, workers * run.settings.accumulate)
+    readers = world.ranks_over(job.data_axes)
+    micro, rest = divmod(run.settings.batch, readers * run.settings.accumulate)
     if rest or not micro:
         raise ConfigError(
-            f"`run.batch` of {run.settings.batch} does not divide by {workers} ranks x {run.settings.accumulate}",
-            hint=f"use {max(1, micro) * workers * run.settings.accumulate}",
+            f"`run.batch` of {run.settings.batch} does not divide by {readers} ranks x {run.settings.accumulate}",
+            hint=f"use {max(1, micro) * readers * run.settings.accumulate}",
         )
     yield "order of application:"
     for seam, feature in ordered(job.features):
@@ -53,7 +54,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
 
 def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
     weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
-    shards = job.world.size if job.engine == "fsdp" else 1
+    shards = job.world.ranks_over(job.data_axes) if job.engine == "fsdp" else 1
     state = 4 * weights / shards
     yield f"parameters: {sum(p.numel() for p in job.parameters):,}"
     yield f"weights, gradients and two averages a rank: {state / GIB:.3f} GiB"

@@ -12,8 +12,9 @@ def evaluate(job: Job, run: Run, data: Feed, limit: int = 0) -> dict[str, float]
     """The held-out loss over the first `limit` samples (0: all); {} without held-out data. A collective."""
     if data.held_out is None:
         return {}
-    micro = max(1, run.settings.batch // (job.world.size * run.settings.accumulate))
-    batches = sweep(data.held_out, batch=micro, rank=job.world.rank, size=job.world.size, limit=limit)
+    rank, size = job.world.index_over(job.data_axes), job.world.ranks_over(job.data_axes)
+    micro = max(1, run.settings.batch // (size * run.settings.accumulate))
+    batches = sweep(data.held_out, batch=micro, rank=rank, size=size, limit=limit)
     total, count = job.evaluate(moved(batch, job.world.device) for batch in batches)
     loss = total / max(count, 1)
     values = {"held_out_loss": loss}

@@ -14,11 +14,11 @@ from torch import nn
 
 from shoestring import build
 from shoestring import run as runs
+from shoestring._torch import tree_map_only
 from shoestring.archive import Archive, Save
 from shoestring.checkpoint import dcp, exports
 from shoestring.checkpoint.disk import Disk
 from shoestring.checkpoint.files import Files
-from shoestring.core._torch import tree_map_only
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.feature import Feature, exported
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer

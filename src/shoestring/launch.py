@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as 
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shoestring.core._torch import Store, TCPStore
+from shoestring._torch import Store, TCPStore
 from shoestring.core.errors import ShoestringError
 
 LOOPBACK = "127.0.0.1"

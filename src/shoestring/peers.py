@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented all the same
 
-from shoestring.core._torch import Store
+from shoestring._torch import Store
 from shoestring.core.errors import PeerError
 
 ANSWER = 5.0  # seconds that ranks have to answer: those alive notice within a step of each other

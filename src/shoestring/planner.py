@@ -52,7 +52,7 @@ def plan(run: Run, world: World) -> Planned:
     with ExitStack() as stack:
         data = feed(trial, world, Path(run.settings.folder or Path("runs") / run.name))
         job = stack.enter_context(made(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
-        loader = loader_of(trial, world, data)
+        loader = loader_of(trial, job, data)
         stack.callback(loader.close)
         batches, seconds = iter(loader), []
         job.model.train()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shoestring.comm.probing import collectives
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.feature import DATA
 from shoestring.core.world import World
 from shoestring.planning.cluster import Cluster, Device, Link, Store
 from shoestring.storage.whole import write_atomic
@@ -44,7 +44,7 @@ def probe(world: World, folder: Path) -> Cluster:
         devices=tuple(Device(**each["device"]) for each in everyone),
         stores=tuple(Store(**each["store"]) for each in everyone if each["store"]),
         links=tuple(Link(**link) for each in everyone for link in each["links"]),
-        collectives=collectives(world, (HOSTS, LOCAL)),
+        collectives=collectives(world, DATA),
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import AREAS, HOSTS, LOCAL, Feature, Seam, area_of
+from shoestring.core.feature import AREAS, DATA, LOCAL, Feature, Seam, area_of, arranged
 from shoestring.data import Data
 from shoestring.report import trackers
 from shoestring.settings import structure
@@ -106,14 +106,15 @@ class Run:
 
     def completed(self, world: World) -> Run:
         """The run with the default owner of each seam that nobody owns: DDP, AdamW, the checkpoint cache."""
+        world = arranged(world, self.features)
         areas = {area_of(type(feature)) for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
         resolved = [feature.resolve(world) for feature in self.features]
         sharded = {dim for feature in resolved if Seam.SHARD in feature.seams for dim in feature.over}
         missing = []
-        if world.size > 1 and not sharded & {HOSTS, LOCAL}:
+        if world.ranks_over(DATA) > 1 and not sharded & set(DATA):
             missing.append(technique("parallel", "ddp")())
-        elif world.local_size > 1 and LOCAL not in sharded:
+        elif world.ranks_over([LOCAL]) > 1 and LOCAL not in sharded:
             missing.append(structure({"hosts": "leave"}, technique("parallel", "ddp"), "parallel.ddp", "this"))
         if Seam.OPTIM not in owned:
             missing.append(technique("optim", "adamw")())

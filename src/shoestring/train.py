@@ -58,7 +58,7 @@ def train(run: Run, world: World, record: Record | None = None) -> ending.Result
         if record is not None:
             facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
             record.begin(path, world.rank, lambda: job.progress.step, **facts)
-        loader = loader_of(run, world, data)
+        loader = loader_of(run, job, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
@@ -83,34 +83,35 @@ def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
     loss = build.resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
     progress = Progress(total=0 if settings.minutes else settings.steps)
     job = compose(Job(model, call_model, loss, progress=progress, world=world, trace=trace), run.features)
-    # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between them.
-    seed = (settings.seed * 1_000_003 + world.rank) % 2**63
+    # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between the samples.
+    seed = (settings.seed * 1_000_003 + job.world.index_over(job.data_axes)) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return job
 
 
-def loader_of(run: Run, world: World, data: Feed) -> Loader:
-    """This rank's share of the run's batches; every rank calls it.
+def loader_of(run: Run, job: Job, data: Feed) -> Loader:
+    """This rank's share of the run's batches, the same for ranks that share the work on it; every rank calls it.
 
     Raises:
         ConfigError: a batch needs more memory than there is, or does not divide by ranks and micro-batches.
     """
-    world.agree(lambda: _check_room(run, world, data))
+    job.world.agree(lambda: _check_room(run, job, data))
     return Loader(
         data.train,
         batch=run.settings.batch,
-        rank=world.rank,
-        size=world.size,
+        rank=job.world.index_over(job.data_axes),
+        size=job.world.ranks_over(job.data_axes),
         accumulate=run.settings.accumulate,
         seed=run.settings.seed,
         workers=run.data.workers,
     )
 
 
-def _check_room(run: Run, world: World, data: Feed) -> None:
-    held = run.settings.batch // world.size * world.local_size * sample_bytes(data.train[0])
+def _check_room(run: Run, job: Job, data: Feed) -> None:
+    readers = job.world.ranks_over(job.data_axes)
+    held = run.settings.batch // readers * job.world.local_size * sample_bytes(data.train[0])
     if held > (free := free_memory()):
         raise ConfigError(
             f"a step's samples take {held / 1e9:,.3g} GB on this host, which has {free / 1e9:.3g} GB of memory free",

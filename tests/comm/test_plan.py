@@ -21,7 +21,7 @@ from shoestring.comm import Auto, pricing
 from shoestring.comm.auto import exchange, parsed
 from shoestring.comm.codec import Turn
 from shoestring.comm.coordinator import dealt
-from shoestring.comm.deciding import BOTH, Choice, Evidence, Seen, decided, doubt
+from shoestring.comm.deciding import Choice, Evidence, Seen, decided, doubt
 from shoestring.comm.dense import Dense
 from shoestring.comm.powersgd import PowerSGD
 from shoestring.comm.pricing import Cost
@@ -29,6 +29,7 @@ from shoestring.comm.probing import Coded, coded, fitted, separated
 from shoestring.comm.rehearsal import rehearse
 from shoestring.comm.selective import Selective
 from shoestring.core.errors import ConfigError
+from shoestring.core.feature import DATA
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
 from shoestring.planning.simulate import makespan
@@ -54,7 +55,7 @@ def step(forward=0.1, layer=0.1, optimizer=0.05):
 
 def cluster(bandwidth, latency=0.0, **slowdown):
     kinds = ("all-reduce", "all-gather", "all-to-all")
-    links = (Collective(kind=kind, over=BOTH, ranks=4, latency=latency, bandwidth=bandwidth) for kind in kinds)
+    links = (Collective(kind=kind, over=DATA, ranks=4, latency=latency, bandwidth=bandwidth) for kind in kinds)
     return Cluster(collectives=tuple(links), slowdown=slowdown)
 
 
@@ -119,34 +120,34 @@ def test_pieces_may_need_fewer_stages_than_others():
 
 
 def test_one_bucket_hides_nothing():
-    predicted = pricing.DDP(BOTH, 25 * MB).predict(step(), cluster(16 * MB, latency=0.01))
+    predicted = pricing.DDP(DATA, 25 * MB).predict(step(), cluster(16 * MB, latency=0.01))
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.01 + 0.5 + 0.05)
 
 
 def test_buckets_travel_while_the_backward_pass_goes_on():
     # Each bucket of 2 MB takes 0.125 s on the wire, less than the 0.2 s until the next one: only the last is seen.
-    predicted = pricing.DDP(BOTH, 2 * MB).predict(step(), cluster(16 * MB))
+    predicted = pricing.DDP(DATA, 2 * MB).predict(step(), cluster(16 * MB))
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.125 + 0.05)
 
 
 def test_a_slow_link_works_from_the_first_bucket_on():
-    predicted = pricing.DDP(BOTH, 2 * MB).predict(step(), cluster(1 * MB))
+    predicted = pricing.DDP(DATA, 2 * MB).predict(step(), cluster(1 * MB))
     assert makespan(predicted) == pytest.approx(0.1 + 0.2 + 8 + 0.05)
 
 
 def test_an_exchange_codes_sends_and_codes_again():
-    plan = pricing.Exchange(BOTH, (cost((0.08, 0.16), ratio=0.5),), dealt(SIZES, 2), channels=1, bucket=MB)
+    plan = pricing.Exchange(DATA, (cost((0.08, 0.16), ratio=0.5),), dealt(SIZES, 2), channels=1, bucket=MB)
     # The second half: ready at 0.9, 0.04 s of coding, 2 MB at 16 MB/s, 0.08 s of coding.
     assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.04 + 0.125 + 0.08 + 0.05)
 
 
 def test_without_buckets_everything_follows_the_backward_pass():
-    plan = pricing.Exchange(BOTH, (cost(),), dealt(SIZES, 4), channels=1, bucket=0)
+    plan = pricing.Exchange(DATA, (cost(),), dealt(SIZES, 4), channels=1, bucket=0)
     assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.5 + 0.05)
 
 
 def test_shared_cores_make_hidden_work_dear():
-    plan = pricing.Exchange(BOTH, (cost((0.0, 0.4)),), dealt(SIZES, 2), channels=1, bucket=MB)
+    plan = pricing.Exchange(DATA, (cost((0.0, 0.4)),), dealt(SIZES, 2), channels=1, bucket=MB)
     alone = makespan(plan.predict(step(), cluster(1e15)))
     shared = makespan(plan.predict(step(), cluster(1e15, **{"compute beside compute": 2.0})))
     assert alone == pytest.approx(0.9 + 0.2 + 0.05)  # one half of the coding is hidden

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoestring._torch import name_groups_from, timeout_of
 from shoestring.checkpoint.checksum import crc32
 from shoestring.checkpoint.waits import PATIENCE, naming
-from shoestring.core._torch import name_groups_from, timeout_of
 from shoestring.core.world import World
 
 PIECE = 4 << 20  # bytes of one message

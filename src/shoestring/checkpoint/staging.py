@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoestring._torch import foreach_copy_, own_name
 from shoestring.checkpoint.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
 from shoestring.checkpoint.part import Draft, Form, aligned
 from shoestring.checkpoint.slots import Slot
 from shoestring.checkpoint.tree import encode, root, step
 from shoestring.checkpoint.waits import result_of, stop
-from shoestring.core._torch import foreach_copy_, own_name
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
 from shoestring.core.trace import span

@@ -19,7 +19,7 @@ from shoestring.comm.replicas import begin_equal, local
 from shoestring.comm.route import Route
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Phase, Seam
+from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LOOK = 25  # steps between looks at the residuals, which are as large as the gra
 def install(job: Job, settings: Exchange) -> None:
     """Exchange the job's gradients with the settings' codec from now on; nothing where there is one rank."""
     under_ddp = isinstance(job.model, DistributedDataParallel)
-    dimensions = [each for each in (HOSTS, LOCAL) if (each in job.replicas) == under_ddp]
+    dimensions = [axis for axis in DATA if (axis in job.replicas) == under_ddp]
     if job.world.ranks_over(dimensions) == 1 and not settings.alone:
         return
     totals = settings.together and job.engine == "fsdp"
@@ -48,7 +48,7 @@ def install(job: Job, settings: Exchange) -> None:
     else:
         _before_the_step(job, dimensions, coordinator, settings.name)
     sharded = job.engine == "fsdp" or routes[0].inner is not None
-    kept = _Kept(coordinator, job.world.local_size if sharded else 1)
+    kept = _Kept(coordinator, job.world.ranks_over([LOCAL]) if sharded else 1)
     job.keep(settings.name.split(".")[0], kept, across="own", merge=kept.merge)
     job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
 

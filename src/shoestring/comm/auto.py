@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoestring.comm import per_step
 from shoestring.comm.per_step import Dense, Exchange
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import Feature, Saving, Seam
+from shoestring.core.feature import DATA, Feature, Saving, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codec import Codec
@@ -38,7 +38,7 @@ class Auto(Feature):
     def check(self, job: Job) -> None:
         if self.trials < 1:
             raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
-        if job.world.size > 1 and job.engine != "ddp":
+        if job.world.ranks_over(DATA) > 1 and job.engine != "ddp":
             raise ConfigError(
                 f"`{self.name}` chooses for models under DDP", hint="name a codec, as in [comm.powersgd], or use DDP"
             )
@@ -48,11 +48,11 @@ class Auto(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.comm.choosing import Chooser
 
-        if job.world.size > 1:
+        if job.world.ranks_over(DATA) > 1:
             Chooser(job, self).attach()
 
     def explain(self, job: Job) -> str:
-        if job.world.size == 1:
+        if job.world.ranks_over(DATA) == 1:
             return "off: one rank"
         kept = job.kept.get(self.name)
         if kept is not None and str(kept.state):

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shoestring.core._torch import foreach_add_, foreach_copy_
+from shoestring._torch import foreach_add_, foreach_copy_
 
 BLOCK = 2**17  # entries that are worked on at once: with as many of what comes of them, they stay in the cache
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoestring._torch import rebucket
 from shoestring.comm.attached import install
 from shoestring.comm.auto import Auto
 from shoestring.comm.deciding import Choice, Evidence, decided, doubt
 from shoestring.comm.probing import settle
 from shoestring.comm.trial import Trial
-from shoestring.core._torch import rebucket
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output

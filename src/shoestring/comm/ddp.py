@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoestring._torch import GradBucket, after_backward, rebucket
 from shoestring.comm.coordinator import Coordinator
-from shoestring.core._torch import GradBucket, after_backward, rebucket
 
 LEAST = 2**20  # bytes of a bucket: that of DDP's first, which torch.compile takes for the smallest
 

@@ -14,12 +14,11 @@ from shoestring.comm.coordinator import dealt
 from shoestring.comm.per_step import Exchange
 from shoestring.comm.pricing import Cost
 from shoestring.comm.probing import Coded
-from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
 from shoestring.planning.simulate import Plan, Priced, choose, makespan
 
-BOTH = (HOSTS, LOCAL)
 WIDE = 2.0  # times that the slowest of equal passes may take of the fastest, for a prediction to mean something
 MARGIN = 0.05  # by how much of its time DDP must be beaten
 PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
@@ -174,9 +173,9 @@ def candidates(evidence: Evidence) -> Iterator[Choice]:
 def priced(choice: Choice, evidence: Evidence, costs: Mapping[str, Cost], whole: int = 0) -> Priced:
     """`whole`: of so many of the first parts the gradients travel whole."""
     if not choice.codec:
-        return pricing.DDP(BOTH, choice.bucket, evidence.lanes)
+        return pricing.DDP(DATA, choice.bucket, evidence.lanes)
     return pricing.Exchange(
-        over=(HOSTS,) if evidence.shard > 1 else BOTH,
+        over=(HOSTS,) if evidence.shard > 1 else DATA,
         costs=(*[costs["dense"]] * whole, costs[choice.codec]),
         cohorts=dealt(evidence.sizes, choice.parts),
         channels=choice.channels,

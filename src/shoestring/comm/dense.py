@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm.codec import Codec, Coding, Grads, Mean, Turn
-from shoestring.core._torch import foreach_copy_
 
 
 class Dense(Codec):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_add_, foreach_mul_
 from shoestring.comm.codec import Coding, Grads, Mean, Turn
 from shoestring.comm.fused import Sum
 from shoestring.comm.topk import Form, How, Sparse
-from shoestring.core._torch import foreach_add_, foreach_mul_
 
 STAGES = 5  # of the warm-up
 

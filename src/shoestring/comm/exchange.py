@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Saving, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codec import Codec
@@ -83,7 +83,7 @@ class Exchange(Feature):
                 f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
             )
 
-        from shoestring.core._torch import has_hook
+        from shoestring._torch import has_hook
 
         if has_hook(job.model):
             raise ConfigError(
@@ -91,7 +91,7 @@ class Exchange(Feature):
                 hint=f"register none, or leave `{self.name}` out",
             )
         sharded = {each for feature in job.features if feature.engine == "fsdp" for each in feature.over}
-        if job.world.size > 1 and sharded >= {HOSTS, LOCAL}:
+        if job.world.ranks_over(DATA) > 1 and sharded.issuperset(DATA):
             raise ConfigError(
                 f"`{self.name}` has nothing to exchange: the model is sharded over all ranks",
                 hint='shard inside hosts only, with parallel.fsdp.hosts = "leave"',
@@ -103,11 +103,11 @@ class Exchange(Feature):
         install(job, self)
 
     def explain(self, job: Job) -> str:
-        world = job.world
-        if world.size == 1:
+        hosts, local = job.world.ranks_over([HOSTS]), job.world.ranks_over([LOCAL])
+        if hosts * local == 1:
             return "one rank: nothing travels" if self.alone else "off: one rank"
-        by_rows = self.torus and world.hosts > 1 and world.local_size > 1
-        between = f"{world.hosts} hosts, of sums inside each" if by_rows else f"{world.size} ranks"
+        by_rows = self.torus and hosts > 1 and local > 1
+        between = f"{hosts} hosts, of sums inside each" if by_rows else f"{hosts * local} ranks"
         select = "hypernetwork" if self.select == "auto" else self.select
         parts = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
         parts += f"in {self.exchanges} parts " if self.exchanges > 1 else ""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm.dense import flattened, spread, views
 from shoestring.comm.replicas import local
-from shoestring.core._torch import foreach_copy_
 from shoestring.models.blocks import repeated
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, Feature, Saving, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codec import Codec
@@ -54,7 +54,7 @@ class LocalSteps(Feature):
 
     @property
     def over(self) -> tuple[str, ...]:
-        return (HOSTS,) if self.replica == "host" else (HOSTS, LOCAL)
+        return (HOSTS,) if self.replica == "host" else DATA
 
     @property
     def idle(self) -> bool:
@@ -64,7 +64,7 @@ class LocalSteps(Feature):
     def resolve(self, world: World) -> Self:
         if self.replica != "auto":
             return self
-        return replace(self, replica="host" if world.hosts > 1 else "rank")
+        return replace(self, replica="host" if world.ranks_over([HOSTS]) > 1 else "rank")
 
     def check(self, job: Job) -> None:
         self._check_numbers()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shoestring.comm.local_steps import ASKED, Flight, Outer, flawed
 from shoestring.comm.worker import Task
-from shoestring.core.feature import Phase
+from shoestring.core.feature import DATA, LOCAL, Phase
 from shoestring.core.job import Job
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def keep(job: Job, outer: Outer) -> None:
     own = Own(outer)
     job.keep("replica", own, across="own", merge=own.merge)
     replicas = job.world.ranks_over(outer.settings.over)
-    mine = job.world.rank * replicas // job.world.size
+    mine = job.world.index_over(outer.settings.over)
 
     def of_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """One former rank's, equal for all ranks of this replica, and spread over the former ones."""
@@ -100,7 +100,7 @@ class Agreed:
             fragment.load(mean, named)
         device = means[0].device
         buffers = [buffer.to(device) for buffer in saved["buffers"]]
-        size, told = self.outer.job.world.size, saved["told"].clone()
+        size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
         told[:, ASKED] = 0  # to stop the run that was saved
         told = told if len(told) == size else told.new_zeros(size, told.shape[1])
         return Flight(saved["fragments"], saved["due"], saved["plain"], means, buffers, Task.of(told))
@@ -116,7 +116,7 @@ class Own:
     def __init__(self, outer: Outer) -> None:
         self.outer = outer
         torus = outer.link.route.inner is not None
-        self.locals = outer.job.world.local_size if outer.sharded or torus else 1
+        self.locals = outer.job.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
 
     def state_dict(self) -> dict[str, Any]:
         for flight in self.outer.flights:

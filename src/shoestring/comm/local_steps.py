@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm.codec import Codec, Gather, Grads
 from shoestring.comm.dense import Dense
 from shoestring.comm.fragments import Fragment, shared_out
@@ -25,16 +26,14 @@ from shoestring.comm.replicas import local
 from shoestring.comm.route import Route
 from shoestring.comm.wire import Wire, naming
 from shoestring.comm.worker import Task, Worker
-from shoestring.core._torch import foreach_copy_
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.feature import DATA, HOSTS
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 
 if TYPE_CHECKING:
     from shoestring.comm.local import LocalSteps
 
-BOTH = (HOSTS, LOCAL)
 LOWER = "the last save is good; resume with a lower learning rate or with [optim.clip]"
 
 # What a rank tells all others with every exchange, as columns of one row.
@@ -62,9 +61,9 @@ class Link:
     def __init__(self, job: Job, sharded: bool) -> None:
         world = job.world
         # Where a replica is sharded over the ranks of its host, each has its own part to exchange with other hosts.
-        self.route = Route(world, (HOSTS,) if sharded else BOTH, torus=True)
-        spare = self.route.outer.size == world.size
-        self.council = self.route.outer if spare else Wire(world.group(BOTH), world.device)
+        self.route = Route(world, (HOSTS,) if sharded else DATA, torus=True)
+        spare = self.route.outer.size == world.ranks_over(DATA)
+        self.council = self.route.outer if spare else Wire(world.group(DATA), world.device)
         self.worker = Worker("shoestring-outer", world.device)
 
     def close(self) -> None:
@@ -214,8 +213,8 @@ class Outer:
                 raise NonFiniteError(f"the weights of rank {rank} are not finite", hint=LOWER)
         self.agreed |= bool(rows[:, ASKED].any())
         world = self.job.world
-        replicas = world.ranks_over(self.settings.over)
-        others = round(float(rows[:, TOKENS].sum()) * replicas / world.size - float(rows[world.rank, TOKENS]))
+        share = world.ranks_over(self.settings.over) / world.ranks_over(DATA)
+        others = round(float(rows[:, TOKENS].sum()) * share - float(rows[world.index_over(DATA), TOKENS]))
         self.job.progress.tokens += others
         self.told += others
 

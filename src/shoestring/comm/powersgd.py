@@ -19,10 +19,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm.codec import Codec, Coding, Grads, Mean, Turn
 from shoestring.comm.dense import flattened, spread
 from shoestring.comm.lowrank import Matrix, build, decode, leave, products, project, undo
-from shoestring.core._torch import foreach_copy_
 
 RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
 

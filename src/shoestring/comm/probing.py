@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoestring._torch import all_gather_single
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Turn
 from shoestring.comm.wire import all_finite
-from shoestring.core._torch import all_gather_single
 from shoestring.core.world import World
 from shoestring.planning.cluster import Collective
 
@@ -51,9 +51,9 @@ def _timed(world: World, work: Callable[[Tensor], object], largest: int) -> tupl
     """(bytes, seconds) of `work` on messages of growing size; the seconds are the slowest rank's."""
     sizes: list[float] = []
     seconds: list[float] = []
-    nbytes = SMALLEST
+    nbytes, ranks = SMALLEST, world.size
     while nbytes <= largest and (not seconds or seconds[-1] < PATIENCE):
-        message = torch.zeros(nbytes // 4 // world.size * world.size or world.size, device=world.device)
+        message = torch.zeros(nbytes // 4 // ranks * ranks or ranks, device=world.device)
         repeats = 3 if seconds and seconds[-1] > PATIENCE / GROWTH / 4 else 7
         seconds.append(_slowest(world, _median(partial(work, message), world.device, repeats)))
         sizes.append(message.nbytes)

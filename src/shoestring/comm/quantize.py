@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm.bits import pack, unpack
 from shoestring.comm.buckets import BLOCK, Layout, Part
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Swap, Turn
-from shoestring.core._torch import foreach_copy_
 
 
 class OwnerReduced(Codec):

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.comm.codec import Codec, Grads, Mean
 from shoestring.comm.wire import Wire, naming
-from shoestring.core._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.trace import span
 from shoestring.core.world import World
@@ -30,7 +30,7 @@ class Route:
     """
 
     def __init__(self, world: World, dimensions: Sequence[str], *, torus: bool = False, totals: bool = False) -> None:
-        torus = torus and len(dimensions) == 2 and world.hosts > 1 and world.local_size > 1
+        torus = torus and len(dimensions) == 2 and min(world.ranks_over([axis]) for axis in dimensions) > 1
         self.outer = Wire(world.group([HOSTS] if torus else dimensions), world.device)
         self.inner = Wire(world.group([LOCAL]), world.device) if torus else None
         self.shards = Wire(world.group([LOCAL]), world.device) if totals else self.inner

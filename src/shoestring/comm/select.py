@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 from shoestring.comm.codec import Codec, Coding, Grads, Make, Mean, Turn
 from shoestring.comm.probing import coded
-from shoestring.core._torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 from shoestring.core.errors import ConfigError
 
 TOLD = 3  # fp32 numbers that each layer sends with every exchange

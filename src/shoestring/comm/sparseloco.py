@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Turn
-from shoestring.core._torch import foreach_add_, foreach_copy_
 
 CHUNK = 4096  # entries
 

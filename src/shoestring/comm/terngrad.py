@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring._torch import foreach_mul_
 from shoestring.comm.bits import pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Request, Swap, Turn
 from shoestring.comm.dense import flattened, spread, views
 from shoestring.comm.quantize import add_noise_, generator
-from shoestring.core._torch import foreach_mul_
 
 
 class TernGrad(Codec):

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_copy_
 from shoestring.comm import fused
 from shoestring.comm.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codec import Codec, Coding, Gather, Grads, Request, Turn
 from shoestring.comm.dense import flattened, spread, views
 from shoestring.comm.fused import Sum
-from shoestring.core._torch import foreach_copy_
 
 How = Literal["exact", "sampled", "mstopk"]
 Form = Literal["fp32", "bf16", "int8", "int4", "int2"]

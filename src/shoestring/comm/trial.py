@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.comm.auto import Auto, exchange
 from shoestring.comm.codec import Turn
-from shoestring.comm.deciding import BOTH, Evidence, Seen
+from shoestring.comm.deciding import Evidence, Seen
 from shoestring.comm.probing import coded, collectives, hindrance, settle
-from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
 from shoestring.planning.cluster import Collective
@@ -36,7 +36,7 @@ class Trial:
         self.world = job.world
         self.parameters = {n: p for n, p in job.module.named_parameters() if p.requires_grad}
         self.total = sum(parameter.nbytes for parameter in self.parameters.values())
-        self.torus = settings.torus and self.world.hosts > 1 and self.world.local_size > 1
+        self.torus = settings.torus and min(self.world.ranks_over([axis]) for axis in DATA) > 1
         self.order = list(reversed(self.parameters))  # as the coordinator deals them
 
     def evidence(self) -> Evidence:
@@ -62,11 +62,11 @@ class Trial:
             ranks=[Seen.of(json.loads(each)) for each in everyone],
             bucket=model.bucket_bytes_cap,
             lanes=1 if "nccl" in dist.get_backend_config(model.process_group) else 2,
-            shard=self.world.local_size if self.torus else 1,
+            shard=self.world.ranks_over([LOCAL]) if self.torus else 1,
         )
 
     def _collectives(self) -> tuple[Collective, ...]:
-        over = {BOTH, (HOSTS,), (LOCAL,)} if self.torus else {BOTH}
+        over = {DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA}
         return tuple(
             each for one in sorted(over) for each in collectives(self.world, one, min(2 * self.total, LARGEST))
         )
@@ -114,7 +114,7 @@ class Trial:
 
     def _coded(self) -> dict[str, list[Any]]:
         """Per codec, its work on each piece and then on all gradients; all ranks at once, since they share cores."""
-        size = self.world.hosts if self.torus else self.world.size
+        size = self.world.ranks_over([HOSTS] if self.torus else DATA)
         turn = Turn(self.world.rank % size, size, 0)
         grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
         chosen = [*self._pieces(), self.order]
@@ -127,7 +127,7 @@ class Trial:
 
     def _slowdown(self, backward: float, links: tuple[Collective, ...]) -> dict[str, float]:
         """How computing, coding and the wire hinder each other while a forward and backward pass goes on."""
-        ring = next(each for each in links if (each.kind, each.over) == ("all-reduce", BOTH))
+        ring = next(each for each in links if (each.kind, each.over) == ("all-reduce", DATA))
         alone = self._agreed(backward)
         wanted = int((alone / 4 - ring.latency) * ring.bandwidth)
         message = torch.zeros(max(1024, min(self.total, wanted) // 4), device=self.world.device)

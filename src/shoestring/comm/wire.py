@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring._torch import all_gather_single, name_groups_from, timeout_of
 from shoestring.comm.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn, itself
-from shoestring.core._torch import all_gather_single, name_groups_from, timeout_of
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 

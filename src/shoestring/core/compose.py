@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam, check_owners, ordered
+from shoestring.core.feature import Feature, Phase, Seam, arranged, check_owners, ordered
 from shoestring.core.job import Job
 from shoestring.core.task import Params
 
@@ -24,6 +24,7 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
         ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
     """
     _check_features(features)
+    job.world = arranged(job.world, features)
     features = tuple(feature.resolve(job.world) for feature in features)
     check_owners(features)
     _check_replicas(job, features)
@@ -56,13 +57,13 @@ def _check_features(features: Sequence[object]) -> None:
 
 
 def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
-    """Every mesh dimension with several ranks needs someone who keeps their models equal, or merges them."""
+    """Every mesh axis with several ranks needs someone who keeps their models equal, or merges them."""
     keeping = [feature.over for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams)]
     owned = set(job.replicas).union(*keeping)
-    for dimension in (HOSTS, LOCAL):
-        if job.world.ranks_over([dimension]) > 1 and dimension not in owned:
+    for axis, ranks in job.world.axes.items():
+        if ranks > 1 and axis not in owned:
             raise ConfigError(
-                f"{job.world.ranks_over([dimension])} ranks over {dimension}, but nothing keeps their models equal",
+                f"{ranks} ranks over {axis}, but nothing keeps their models equal",
                 hint="add parallel.DDP()",
             )
 

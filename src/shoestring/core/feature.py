@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
 
-# The two dimensions of the mesh of ranks: across hosts (slow links) and inside one host (fast links).
+# Two axes that every mesh of ranks has: across hosts (slow links) and inside one host (fast links). Along both, ranks
+# read different samples; a feature may split another axis off, along which they share the work on the same ones.
 HOSTS: Final = "hosts"
 LOCAL: Final = "local"
+DATA: Final = (HOSTS, LOCAL)
 
 
 AREAS: Final = ("precision", "memory", "graph", "parallel", "comm", "optim", "checkpoint")
@@ -38,8 +40,8 @@ class Seam(IntEnum):
     MODEL = 10  # change what a module computes; parameter names never change     chain
     GRAPH = 20  # a pass under torch.compile: wraps `job.backend`                 chain
     LOSS = 30  # wrap `job.loss`                                                  chain
-    SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh dimension
-    WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh dimension
+    SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh axis
+    WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh axis
     OPTIM = 60  # build the torch.optim.Optimizer                                 one owner
     STEP = 70  # around the optimizer step, in the phases below                   chain
 
@@ -91,8 +93,8 @@ class Curve:
 class Feature(ABC):
     """One technique's settings. Subclasses are final, frozen, keyword-only dataclasses whose field docstrings are help.
 
-    `compose` calls, in this order and each for all features before the next: `resolve`, the check for conflicts,
-    `check`, and `apply` once a seam.
+    `compose` calls, in this order and each for all features before the next: `arrange`, `resolve`, the check for
+    conflicts, `check`, and `apply` once a seam.
     """
 
     seams: ClassVar[tuple[Seam, ...]]
@@ -110,12 +112,16 @@ class Feature(ABC):
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh dimensions it owns at SHARD and WIRE."""
-        return (HOSTS, LOCAL)
+        """The mesh axes that it owns at SHARD and WIRE."""
+        return DATA
 
     def placed(self, folder: Path) -> Self:
         """The same feature with every folder that it writes to inside `folder`, the run's own."""
         return self
+
+    def arrange(self, world: World) -> World:
+        """The world with the mesh axes that this feature adds: `world.split(LOCAL, "tensor", 2)`."""
+        return world
 
     def resolve(self, world: World) -> Self:
         """The same feature with every "auto" made a concrete choice for this world."""
@@ -169,12 +175,19 @@ def exported(
     return weights
 
 
+def arranged(world: World, features: Iterable[Feature]) -> World:
+    """The world with the mesh axes that the features add."""
+    for feature in features:
+        world = feature.arrange(world)
+    return world
+
+
 def check_owners(features: Sequence[Feature]) -> None:
-    """Raise ConflictError where two features own one seam (at SHARD and WIRE: one seam and mesh dimension)."""
+    """Raise ConflictError where two features own one seam (at SHARD and WIRE: one seam and mesh axis)."""
     for seam in (Seam.SHARD, Seam.WIRE, Seam.OPTIM):
         owners = [feature for feature in features if seam in feature.seams]
         for one, other in combinations(owners, 2):
-            shared = [dimension for dimension in one.over if dimension in other.over]
+            shared = [axis for axis in one.over if axis in other.over]
             if shared or seam is Seam.OPTIM:
                 where = seam.name if seam is Seam.OPTIM else f"{seam.name} over {' and '.join(shared)}"
                 raise ConflictError(

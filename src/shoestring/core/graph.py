@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from shoestring.core._torch import compile_joint, lookup_backend
+from shoestring._torch import compile_joint, lookup_backend
 from shoestring.core.errors import ConfigError
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule | None]

@@ -10,21 +10,20 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shoestring.core._torch import own_name
+from shoestring._torch import own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Phase, Seam
+from shoestring.core.feature import DATA, Feature, Phase, Seam
 from shoestring.core.graph import Graph, GraphPass
 from shoestring.core.kept import ModelState, OptimizerState, Progress, RandomState
 from shoestring.core.step import Step
-from shoestring.core.task import Batch, Forward, Loss, Params, call_model, cross_entropy, sum_and_count
-from shoestring.core.trace import Trace, span
+from shoestring.core.task import Batch, Forward, Loss, Params, call_model, cross_entropy
+from shoestring.core.trace import Trace
 from shoestring.core.world import World
 
 T = TypeVar("T")
@@ -72,6 +71,7 @@ class Job:
         self.features: tuple[Feature, ...] = ()
         self.exits = ExitStack()
         self.graph = Graph()
+        self.data_axes: tuple[str, ...] = DATA  # mesh axes along which ranks read different samples
         self.replicas: tuple[str, ...] = ()  # mesh axes over which the gradients of each step are averaged
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=False)
         self.kept: dict[str, Kept] = {}
@@ -91,7 +91,7 @@ class Job:
         self._carried: dict[int, Any] = {}
         self.defers = self.world.device.type != "cpu"  # reading a step's numbers would wait: it is done one step late
         if isinstance(self.model, DistributedDataParallel):
-            self.module, self.replicas = self.model.module, (HOSTS, LOCAL)
+            self.module, self.replicas = self.model.module, DATA
             self._around_step.append(no_sync(self.model))
         self._own_name = cache(partial(own_name, self.module))  # without what torch.compile adds to it
 
@@ -222,7 +222,7 @@ class Job:
 
     def average_over(self, axes: Sequence[str]) -> None:
         """Count these mesh axes among those over which the gradients of each step are averaged."""
-        self.replicas = tuple(axis for axis in (HOSTS, LOCAL) if axis in self.replicas or axis in axes)
+        self.replicas = tuple(axis for axis in self.world.axes if axis in self.replicas or axis in axes)
 
     def exchange(self, over: Sequence[str]) -> None:
         """Take the averaging of gradients over mesh axes where no owner of SHARD does it."""
@@ -321,20 +321,10 @@ class Job:
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """(sum, count) of the task's own loss over the batches of all ranks, which must bring equally many."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad(), span("evaluate", "compute"), ExitStack() as stack:
+        with ExitStack() as stack:
             for context in self._around_evaluation:
                 stack.enter_context(context())
-            for batch in batches:
-                with self.computing():
-                    total, count = sum_and_count(self.task_loss(self.forward(self.model, batch), batch))
-                sums += torch.stack([total.double(), count.double()])
-        self.model.train(training)
-        if self.world.size > 1:
-            dist.all_reduce(sums)
-        return float(sums[0]), int(sums[1])
+            return self._step.evaluate(batches)
 
     def verify(self) -> None:
         """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from shoestring.core._torch import own_name
+from shoestring._torch import own_name
 
 Context = Callable[[], AbstractContextManager[None]]
 Work = Callable[[], None]

@@ -9,7 +9,7 @@ and gradients are corrected by the ratio where counts turn out to differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.core._torch import foreach_mul_
+from shoestring._torch import foreach_mul_
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import Phase
 from shoestring.core.task import Batch, sum_and_count
@@ -49,7 +49,7 @@ class Step:
                 with job.computing():
                     with span("forward", "compute"):
                         total, count = sum_and_count(job.loss(job.forward(job.model, batch), batch))
-                    sums[:2] += torch.stack([total.detach().double(), count.double()])
+                    sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight()
                     work = self._all_reduce(sums) if last else None
                 with span("backward", "compute"):
                     job.scaler.scale(total / self._divisor(count, len(batches))).backward()
@@ -61,6 +61,23 @@ class Step:
         loss = job.numbers["loss"] = (sums[0] / sums[1]).float()
         self._update(sums)
         return loss
+
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """See `Job.evaluate`."""
+        job = self.job
+        sums = torch.zeros(2, dtype=torch.float64, device=job.world.device)
+        training = job.model.training
+        job.model.eval()
+        with torch.no_grad(), span("evaluate", "compute"):
+            for batch in batches:
+                with job.computing():
+                    total, count = sum_and_count(job.task_loss(job.forward(job.model, batch), batch))
+                sums += torch.stack([total.double(), count.double()])
+        job.model.train(training)
+        sums *= self._weight()
+        if job.world.size > 1:
+            dist.all_reduce(sums)
+        return float(sums[0]), int(sums[1])
 
     def verify(self) -> None:
         """See `Job.verify`."""
@@ -74,8 +91,20 @@ class Step:
 
     def _all_reduce(self, sums: Tensor) -> dist.Work | None:
         """Start adding loss, count and votes over the ranks; it travels while the backward pass computes."""
-        group = self.job.world.group(self.job.replicas)
+        group = self.job.world.group((*self.job.replicas, *self._repeating()))
         return dist.all_reduce(sums, group=group, async_op=True) if group is not None else None
+
+    def _repeating(self) -> list[str]:
+        """Mesh axes along which ranks compute the same loss of the same samples (tensor parallel)."""
+        job = self.job
+        return [axis for axis in job.world.axes if axis not in job.data_axes and axis not in job.replicas]
+
+    def _weight(self) -> float:
+        """What this rank's losses and counts are multiplied by, so that those that several ranks compute count once.
+
+        Not left out: 0 times a loss that is not finite is not finite, so all ranks refuse it.
+        """
+        return float(self.job.world.index_over(self._repeating()) == 0)
 
     def _divisor(self, count: Tensor, batches: int) -> Tensor | float:
         """What a micro-batch's loss is divided by before the backward pass.
@@ -89,7 +118,7 @@ class Step:
             return count
         if not progress.count:
             counts = count.double() * batches
-            if group := self.job.world.group(self.job.replicas):
+            if group := self.job.world.group(self.job.replicas):  # along it, nothing is repeated
                 dist.all_reduce(counts, group=group)
             progress.count = max(float(counts), 1.0)
         return progress.count / ranks

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoestring._torch import flattened, wait_as_the_world
 from shoestring.core.errors import ShoestringError, WorldError
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.leases import HostMemory
@@ -24,7 +26,12 @@ HEAD = 1 << 10  # bytes that travel with the length of what is gathered
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one job as a mesh of hosts x ranks inside a host. `World()` is one process alone."""
+    """The ranks of one job, and the mesh that they form. `World()` is one process alone.
+
+    Ranks are numbered along the mesh, its last axis fastest. `local_size` consecutive ranks run on one host, whatever
+    the axes: what concerns a machine (its memory, its disk) asks `hosts` and `host_of`, and what concerns the model
+    or its data asks the axes.
+    """
 
     rank: int = 0
     size: int = 1
@@ -33,6 +40,16 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     memory: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """What this rank may take of its host's."""
+    layout: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Size of each mesh axis, the slowest first; empty for hosts x ranks of a host. `split` adds axes."""
+    _made: dict[Any, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )  # what is made once: splits, meshes
+
+    def __post_init__(self) -> None:
+        if self.layout and math.prod(self.layout.values()) != self.size:
+            axes = " x ".join(f"{size} ({axis})" for axis, size in self.layout.items())
+            raise WorldError(f"a mesh of {axes} ranks does not have the {self.size} ranks that there are")
 
     @property
     def hosts(self) -> int:
@@ -47,25 +64,81 @@ class World:
     def host(self) -> str:
         return socket.gethostname()
 
+    def host_of(self, rank: int) -> int:
+        """The number of the host that a rank runs on."""
+        return rank // self.local_size
+
+    # -- the mesh ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """Size of each mesh axis, the slowest first; their product is `size`."""
+        return dict(self.layout) or {HOSTS: self.hosts, LOCAL: self.local_size}
+
+    def split(self, axis: str, added: str, size: int) -> World:
+        """The same ranks with a new axis of `size`, taken out of `axis` and faster than it.
+
+        A world that has the axis is left as it is, and the same split of one world is the same world, so that it has
+        its process groups once.
+
+        Raises:
+            WorldError: the ranks along `axis` do not divide by `size`, or the mesh has the axis in another size.
+        """
+        if self.axes.get(added, size) != size:
+            raise WorldError(f"the mesh has an axis {added} of {self.axes[added]} ranks, which cannot have {size}")
+        if added in self.axes:
+            return self
+        if size < 1 or self.axes.get(axis, 1) % size:
+            raise WorldError(f"the {self.axes.get(axis, 1)} ranks over {axis} do not divide into {added} of {size}")
+        if (axis, added, size) not in self._made:
+            layout = {}
+            for name, ranks in self.axes.items():
+                layout |= {name: ranks // size, added: size} if name == axis else {name: ranks}
+            self._made[axis, added, size] = replace(self, layout=layout)
+        return self._made[axis, added, size]
+
+    def ranks_over(self, axes: Collection[str]) -> int:
+        """How many ranks the mesh has along `axes`; an axis that it does not have has one."""
+        return math.prod(size for axis, size in self.axes.items() if axis in axes)
+
+    def index_over(self, axes: Collection[str]) -> int:
+        """This rank's place among those along `axes`: 0 for the first of them."""
+        index, stride = 0, self.size
+        for axis, size in self.axes.items():
+            stride //= size
+            if axis in axes:
+                index = index * size + self.rank // stride % size
+        return index
+
     @cached_property
     def mesh(self) -> DeviceMesh | None:
-        """The (hosts, local) device mesh; None for one process alone."""
+        """The device mesh with all axes; None for one process alone. All ranks ask for it first at the same time."""
         if self.size == 1:
             return None
-        return init_device_mesh(self.device.type, (self.hosts, self.local_size), mesh_dim_names=(HOSTS, LOCAL))
+        sizes, names = tuple(self.axes.values()), tuple(self.axes)
+        return wait_as_the_world(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
-    def ranks_over(self, dimensions: Sequence[str]) -> int:
-        """How many ranks the mesh has along `dimensions`."""
-        return (self.hosts if HOSTS in dimensions else 1) * (self.local_size if LOCAL in dimensions else 1)
+    def mesh_over(self, axes: Collection[str]) -> DeviceMesh | None:
+        """The ranks along `axes` as a mesh of one dimension; None where this rank is alone along them.
 
-    def group(self, dimensions: Sequence[str]) -> dist.ProcessGroup | None:
-        """The process group along `dimensions`; None where that is this rank alone."""
-        if self.ranks_over(dimensions) == 1:
+        All ranks ask for the same axes, in the same order of calls.
+        """
+        if self.ranks_over(axes) == 1:
             return None
-        if self.ranks_over(dimensions) == self.size:
+        several = tuple(axis for axis, size in self.axes.items() if axis in axes and size > 1)
+        if several not in self._made:
+            assert self.mesh is not None
+            self._made[several] = flattened(self.mesh, several)
+        return self._made[several]
+
+    def group(self, axes: Collection[str]) -> dist.ProcessGroup | None:
+        """The process group along `axes`; see `mesh_over`."""
+        if self.ranks_over(axes) == self.size > 1:
             return dist.group.WORLD
-        assert self.mesh is not None
-        return self.mesh.get_group(dimensions[0])
+        mesh = self.mesh_over(axes)
+        return None if mesh is None else mesh.get_group()
+
+    # -- exchanges ---------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         if self.size > 1:

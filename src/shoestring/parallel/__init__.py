@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import HOSTS, LOCAL, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Saving, Seam
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -32,7 +32,7 @@ class DDP(Feature):
 
     @property
     def over(self) -> tuple[str, ...]:
-        return (LOCAL,) if self.hosts == "leave" else (HOSTS, LOCAL)
+        return (LOCAL,) if self.hosts == "leave" else DATA
 
     def check(self, job: Job) -> None:
         if not 0 < self.bucket_mb < math.inf:
@@ -46,10 +46,10 @@ class DDP(Feature):
         replicate(job, self)
 
     def explain(self, job: Job) -> str:
-        replicas = job.world.ranks_over(self.over)
+        replicas, hosts = job.world.ranks_over(self.over), job.world.ranks_over([HOSTS])
         if replicas == 1:
-            return "off: one rank" if job.world.size == 1 else "off: one rank a host"
-        return f"{replicas} replicas" + (f" in each of {job.world.hosts} hosts" if replicas < job.world.size else "")
+            return "off: one rank" if job.world.ranks_over(DATA) == 1 else "off: one rank a host"
+        return f"{replicas} replicas" + (f" in each of {hosts} hosts" if self.over == (LOCAL,) else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class FSDP(Feature):
 
     @property
     def over(self) -> tuple[str, ...]:
-        return (LOCAL,) if self.hosts == "leave" else (HOSTS, LOCAL)
+        return (LOCAL,) if self.hosts == "leave" else DATA
 
     def check(self, job: Job) -> None:
         if job.engine == "ddp":
@@ -78,11 +78,12 @@ class FSDP(Feature):
         shard(job, self)
 
     def explain(self, job: Job) -> str:
-        if job.world.size == 1:
+        hosts, ranks = job.world.ranks_over([HOSTS]), job.world.ranks_over([LOCAL])
+        if hosts * ranks == 1:
             return "off: one rank"
         if self.hosts == "shard":
-            return f"sharded over {job.world.size} ranks"
-        return f"sharded over the {job.world.local_size} ranks of a host, {self.hosts}d across {job.world.hosts} hosts"
+            return f"sharded over {hosts * ranks} ranks"
+        return f"sharded over the {ranks} ranks of a host, {self.hosts}d across {hosts} hosts"
 
     def saving(self, trace: Trace) -> Saving | None:
         shards, whole = trace.facts.get("shards", 1.0), 4 * trace.gradient_bytes / 2**30

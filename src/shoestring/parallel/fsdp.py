@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoestring import parallel
-from shoestring.core.feature import LOCAL
+from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.models.blocks import repeated
@@ -28,13 +28,9 @@ def shard(job: Job, settings: parallel.FSDP) -> None:
 
 def _mesh(world: World, settings: parallel.FSDP) -> DeviceMesh | None:
     """One dimension shards; of two, the first replicates."""
-    if world.mesh is None or world.ranks_over(settings.over) == 1:
-        return None
-    if settings.hosts == "leave":
-        return world.mesh[LOCAL]
-    if settings.hosts == "replicate" and world.hosts > 1:
-        return world.mesh
-    return init_device_mesh(world.device.type, (world.size,))
+    if world.mesh is not None and settings.hosts == "replicate" and world.ranks_over([HOSTS]) > 1:
+        return world.mesh[HOSTS, LOCAL]
+    return world.mesh_over(settings.over)
 
 
 def _sync(model: FSDPModule) -> Callable[[bool], AbstractContextManager[None]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from shoestring.core._torch import has_bf16_units, tree_map_only
+from shoestring._torch import has_bf16_units, tree_map_only
 from shoestring.core.job import Job
 
 Dtype = Literal["bf16", "fp16", "fp32"]

@@ -1,4 +1,4 @@
-"""What torch keeps to itself and the conformance suite looks at; the product's own are in `core/_torch.py`.
+"""What torch keeps to itself and the conformance suite looks at; the product's own are in `shoestring/_torch.py`.
 
 Checked with torch 2.11 to 2.13.
 """

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -43,6 +44,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait for another rank."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
+
+
+def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
+    """Let collectives along the mesh wait for a lost rank as long as the world's do; torch says half an hour."""
+    limit = timeout_of(dist.distributed_c10d._get_default_group())
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+    return mesh
+
+
+def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh along several of its axes as one of a single dimension, with the same root; all ranks call it."""
+    return mesh[axes[0]] if len(axes) == 1 else wait_as_the_world(mesh[axes]._flatten())
 
 
 def name_groups_from(number: int) -> None:
