@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from shoestring.cli import main
@@ -28,7 +30,9 @@ def failing(tmp_path, monkeypatch):
 
 
 def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, capfd):
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["train", "run.toml", "--workers", "2", "--restarts", "2"]) == 2
+    assert signal.getsignal(signal.SIGTERM) == before  # torch's agent sets one of its own
     assert (failing / "starts").read_text().count("start") == 2  # once each
     said = capfd.readouterr().err
     assert said.count("error: ") == 1 and "RuntimeError: on purpose" in said and "Traceback" not in said

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ from shoestring._torch import Store, TCPStore
 from shoestring.core.errors import ShoestringError
 
 LOOPBACK = "127.0.0.1"
+AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that the agent handles
 GRACE = 600  # seconds that workers have to finish their step and save after a signal; 30 before torch 2.12
 _GRACE: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
@@ -101,7 +104,8 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     code = 0
     for _ in range(restarts + 1):
         try:
-            elastic_launch(config, sys.executable)("-m", "shoestring", *command)
+            with _handlers_restored():
+                elastic_launch(config, sys.executable)("-m", "shoestring", *command)
         except ChildFailedError as error:
             code = _explain(error)
             if code == ShoestringError.code:
@@ -111,6 +115,17 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         else:
             return 0
     return code
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """The agent sets signal handlers and leaves them: what is sent later would end this process as its own workers."""
+    before = {number: signal.getsignal(number) for number in AGENTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from functools import partial
+from threading import RLock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ class Lazy(Future):
     def __init__(self, work):
         super().__init__()
         self.work = work
+        self.turn = RLock()  # of several threads that wait
 
     def result(self, timeout=None):
-        if not self.done():
-            self.set_result(self.work())
+        with self.turn:
+            if not self.done():
+                self.set_result(self.work())
         return super().result(timeout)
 
 
@@ -92,11 +95,12 @@ class Program:
             yield began, there
 
     def by_features(self, steps):
-        with attach(self.model, self.optimizer, self.settings) as job:
-            began, there = job.restore("auto"), weights(self.model)
-            for _ in range(steps):
-                yield began, self.step()
-            yield began, there
+        job = attach(self.model, self.optimizer, self.settings)
+        began, there = job.restore("auto"), weights(self.model)
+        for _ in range(steps):
+            yield began, self.step()
+        yield began, there
+        job.close()  # without a last save, so that what is restored was copied while training went on
 
 
 @pytest.mark.parametrize("program", [Program.by_attach, Program.by_features])

@@ -57,7 +57,8 @@ def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
     """Why there is no room for some slots any more, which must be freed, and then given; empty where there is."""
     if memory.take(name, slots * nbytes, _ORDERS[name]):
         return ""
-    return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {memory}"
+    has = memory.described(but=name)
+    return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {has}"
 
 
 def release(memory: HostMemory) -> None:

@@ -43,7 +43,7 @@ def stop(thread: ThreadPoolExecutor, what: str, nbytes: int = 0, patience: float
     except RuntimeError:  # it has ended before
         return
     result_of(last, what, nbytes, patience)
-    thread.shutdown(wait=False)
+    thread.shutdown()  # nothing is left for it to do
 
 
 @contextmanager

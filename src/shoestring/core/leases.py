@@ -61,5 +61,10 @@ class HostMemory:
             self.leases.pop(name, None)
 
     def __str__(self) -> str:
-        taken = ", ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, (nbytes, _) in self.leases.items())
+        return self.described()
+
+    def described(self, but: str = "") -> str:
+        """The budget and who has what of it, except the lease `but`."""
+        leases = ((name, nbytes) for name, (nbytes, _) in self.leases.items() if name != but)
+        taken = ", ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in leases)
         return f"{self.budget / 1e6:.0f} MB ({taken or 'nothing'} taken)"
