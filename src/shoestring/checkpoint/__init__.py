@@ -44,11 +44,12 @@ class Plain(Feature):
             raise ConfigError(f"`{self.name}.keep` must be at least 1, got {self.keep}")
 
     def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.checkpoint.attached import restore
         from shoestring.checkpoint.plain import Saver
 
         saver = Saver(job, self)
         job.at(Phase.CAPTURE, saver.capture)
-        job.restore_with(saver.restore)
+        job.restore_with(lambda where: saver.restored(restore(job, self.folder, where)))
 
     def explain(self, job: Job) -> str:
         return f"every {self.every} steps, at the end and on a signal" if self.every else "at the end and on a signal"

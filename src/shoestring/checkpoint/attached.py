@@ -70,6 +70,17 @@ def _restore(engine: Engine, total: int, where: str) -> int | None:
     return step
 
 
+def restore(job: Job, folder: str, where: str) -> int | None:
+    """`resume` for a job that does not save by the cache, but may go on from what the cache has left."""
+    settings = Tiered(folder=folder)
+    slots = job.world.agree(lambda: slots_folder(settings, job.world, make=False))
+    engine = Engine(job.kept, job.progress, job.world, settings, slots, set)
+    try:
+        return resume(engine, where)
+    finally:
+        engine.close()
+
+
 def close(engine: Engine) -> None:
     """Stop; of a run that ended by itself nothing stays in memory."""
     engine.close()

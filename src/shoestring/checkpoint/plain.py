@@ -57,21 +57,10 @@ class Saver:
             self.job.world.agree(lambda: self._write(path, data) if self.job.world.first else None)
         return path
 
-    def restore(self, where: str) -> int | None:
-        """`Loader.restore`; the step resumed from."""
-        found = Loader(self.job.kept, self.job.world, self.folder).restore(where)
-        self._restored = found
-        if found and where != "auto":
-            self.job.world.agree(lambda: self._go_back() if self.job.world.first else None)
-        return self.job.progress.step if found else None
-
-    def _go_back(self) -> None:
-        """Note that later saves are abandoned, so that "auto" takes none of them before this start has saved."""
-        try:
-            if any(_step(path) > self.job.progress.step for path in saves(self.folder)):
-                write_atomic(self.folder / NEWEST, str(self.job.progress.step).encode())
-        except OSError as error:
-            raise CheckpointError(f"cannot write `{self.folder / NEWEST}`: {error.strerror}") from error
+    def restored(self, step: int | None) -> int | None:
+        """Note whether there was something to restore."""
+        self._restored = step is not None
+        return step
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -141,6 +130,21 @@ class Loader:
             return False
         self._load(_checked(unpack(world.broadcast(data, owner)), source), source)
         return True
+
+    def go_back(self, step: int) -> None:
+        """Note that saves of later steps are abandoned, so that "auto" takes none of them."""
+        try:
+            if any(_step(path) > step for path in saves(self.folder)):
+                write_atomic(self.folder / NEWEST, str(step).encode())
+        except OSError as error:
+            raise CheckpointError(f"cannot write `{self.folder / NEWEST}`: {error.strerror}") from error
+
+    def newest(self) -> int:
+        """The step of the newest good save in the folder of any host that "auto" may take; 0 without one."""
+        path = None
+        with suppress(CheckpointError):
+            path = self._read("auto")[0] if self.world.local_rank == 0 else None
+        return max(int(each) for each in self.world.gather(str(_step(path) if path else 0).encode()))
 
     def _owner(self) -> int:
         """The rank whose host has the newest save: it is not the first one's where folders are on the hosts' own disks

@@ -28,16 +28,16 @@ log = logging.getLogger("shoestring")
 
 
 def resume(engine: Engine, where: str) -> int | None:
-    """Go on from the newest generation there is ("auto"), or from the folder named; a collective.
+    """Go on from the newest state there is, a generation or one file ("auto"), or from what is named; a collective.
 
     Args:
-        where: "auto", a run folder, its folder of saves, or the folder of one generation.
+        where: "auto", a run folder, its folder of saves, the folder of one generation, or one file.
 
     Returns:
         The step; None where "auto" finds nothing.
 
     Raises:
-        CheckpointError: on all ranks: nothing can be read, or it does not fit this run.
+        CheckpointError: on all ranks: nothing of what is there can be used, or it does not fit this run.
     """
     auto = where == "auto"
     memory = engine.folder.parent if auto else None
@@ -50,12 +50,14 @@ def resume(engine: Engine, where: str) -> int | None:
     offers = recovery.offers(memory, disk)
     attempts.look()
     others = {offer.generation for offer in offers}
+    loader = Loader(engine.kept, world, Path(engine.settings.folder))
+    in_one_file = loader.newest() if auto and not recovery.unseen else 0
     if only:
         offers = [offer for offer in offers if Path(offer.path).parent == only]
     else:
         known = engine.claim.known if auto else newest(engine.circle, disk if world.local_rank == 0 else None)
-        offers = _continued(known, offers, disk)
-    while (choice := next(recovery.choices(offers), None)) is not None:
+        offers = _continued(known, offers, disk, in_one_file)
+    while (choice := next(recovery.choices(offers), None)) is not None and choice.generation.step >= in_one_file:
         if attempts.exhausted(choice.generation):
             recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
             continue
@@ -73,7 +75,11 @@ def resume(engine: Engine, where: str) -> int | None:
                 engine.finished = engine.on_disk
                 if not engine.on_disk:
                     engine.finish()
+            if not auto:
+                world.agree(lambda: loader.go_back(choice.generation.step) if world.first else None)
             return choice.generation.step
+    if in_one_file:
+        return _from_one_file(engine, loader, where, others)
     if recovery.unseen:
         raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
     if any(attempts.exhausted(offer.generation) for offer in offers):
@@ -84,7 +90,19 @@ def resume(engine: Engine, where: str) -> int | None:
     elif offers:
         count, why = len({offer.generation for offer in offers}), recovery.reason and f": {recovery.reason}"
         raise CheckpointError(f"no save in `{disk}` can be read: all {count} are damaged or incomplete{why}")
-    return _old(engine, where)
+    step = _from_one_file(engine, loader, where, others)
+    if step is None and auto:
+        world.agree(lambda: _check_empty(disk))
+    return step
+
+
+def _check_empty(disk: Path) -> None:
+    """Nothing may be begun beside what looks like a checkpoint, and cannot be used."""
+    if unusable := sorted(path.name for path in disk.glob("step-*") if (path / MANIFEST).exists()):
+        raise CheckpointError(
+            f"`{disk}` holds checkpoints, and none of them can be used: {', '.join(unusable[-3:])}",
+            hint="`shoestring checkpoint ls` says why; move them away to start anew",
+        )
 
 
 def _named(path: Path) -> tuple[Path, Path | None]:
@@ -120,7 +138,7 @@ def _since(engine: Engine, wanted: Wanted) -> float:
     return engine.circle.tell(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
 
 
-def _continued(known: History | None, offers: list[Offer], disk: Path) -> list[Offer]:
+def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_file: int) -> list[Offer]:
     """The offers that the newest start of the run continues, as its history says.
 
     Where there is none, memory may hold what another run has left that was in a folder of this name.
@@ -135,7 +153,7 @@ def _continued(known: History | None, offers: list[Offer], disk: Path) -> list[O
         return found
     found = [offer for offer in offers if known.holds(offer.generation)]
     others = [offer.generation.step for offer in offers if offer.level == DISK]
-    if others and not found:
+    if others and not found and not in_one_file:
         raise CheckpointError(
             f"`{disk}` holds no checkpoint of the newest start, though others up to step {max(others)}",
             hint="name the folder of one to resume it, or choose another folder",
@@ -173,7 +191,12 @@ def forget_all(memory: Path) -> None:
     shutil.rmtree(memory, ignore_errors=True)
 
 
-def _old(engine: Engine, where: str) -> int | None:
-    """A save in one file, as `Plain` writes them; there is nothing else left to look for."""
-    found = Loader(engine.kept, engine.world, Path(engine.settings.folder)).restore(where)
-    return engine.progress.step if found else None
+def _from_one_file(engine: Engine, loader: Loader, where: str, others: Collection[Generation]) -> int | None:
+    """Go on from a save as `Plain` writes them. Generations beside it are of what came before, or was given up."""
+    if not loader.restore(where):
+        return None
+    if others or engine.claim.known is not None:
+        engine.begin(None, others)
+    if where != "auto":
+        engine.world.agree(lambda: loader.go_back(engine.progress.step) if engine.world.first else None)
+    return engine.progress.step
