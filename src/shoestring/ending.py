@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shoestring.models.sampling import generate
 from shoestring.report import history, timeline
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, Sink
-from shoestring.report.trackers import TRACKERS, Tracker
+from shoestring.report.trackers import TRACKERS, Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 
@@ -43,24 +43,31 @@ class Result:
 
     status: str
     folder: Path
+    metrics: dict[str, float]
+    """The last value of each metric, on every rank; those of the held-out data where the run is finished."""
 
 
-def metered(job: Job, run: Run, data: Feed, folder: Path) -> Meter:
+def metered(job: Job, run: Run, data: Feed, folder: Path, more: Sequence[Sink] = ()) -> Meter:
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
-    sinks = job.world.agree(lambda: _sinks(job, run, folder) if job.world.first else [])
+    sinks = job.world.agree(lambda: _sinks(job, run, folder, more) if job.world.first else [])
     return Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
 
 
-def _sinks(job: Job, run: Run, folder: Path) -> list[Sink]:
-    """The console, metrics.jsonl and what `run.sinks` names; what they hold of steps to be repeated is dropped."""
+def _sinks(job: Job, run: Run, folder: Path, more: Sequence[Sink]) -> list[Sink]:
+    """The console, metrics.jsonl, what `run.sinks` names and `more`; what they hold of later steps is dropped."""
     step = job.progress.step
     rows = JsonLines(folder / "metrics.jsonl")
     rows.truncate_after(step)
     sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
-    for name in run.settings.sinks:
-        opener = TRACKERS.get(name) or build.resolve(name, "run.sinks")
+    openers = {name: TRACKERS.get(name) or build.resolve(name, "run.sinks") for name in run.settings.sinks}
+    openers |= {f"{type(sink).__name__} ({number})": _opened(sink) for number, sink in enumerate(more)}
+    for name, opener in openers.items():
         sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
     return sinks
+
+
+def _opened(sink: Sink) -> Opener:
+    return lambda folder, title, settings: sink
 
 
 def _total_steps(job: Job) -> int:
@@ -150,7 +157,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
         for line in _closing(summary, report.write(folder)):
             log.info(line)
     job.world.barrier()
-    return Result(status, folder)
+    return Result(status, folder, dict(meter.latest))
 
 
 def _baselines(job: Job, data: Feed) -> dict[str, float]:

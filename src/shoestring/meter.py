@@ -69,6 +69,7 @@ class Meter:
         peak = peak_flops(job.world.device)
         self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
         self.waited = 0.0
+        self.latest: dict[str, float] = {}  # the last value of each metric, on every rank
         self.tokens_before = job.progress.tokens  # of the run that this one resumed
         self.recent: deque[float] = deque(maxlen=64)
         self._marks: deque[_Mark] = deque([self._mark()], maxlen=16)
@@ -101,6 +102,7 @@ class Meter:
         self.write(step, values | self._pace())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.latest |= values
         for sink in self.sinks:
             sink.write(step, values)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from shoestring.meter import Meter
 from shoestring.mishaps import enough_memory, stop_on_signals, writable
 from shoestring.planning.system import free_memory
 from shoestring.report.record import Record
-from shoestring.report.sinks import newest_step
+from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 
 log = logging.getLogger("shoestring")
@@ -36,8 +38,22 @@ REPLAN = 10  # steps between corrections of that pace, in the first half of the 
 PART = 64  # held-out samples of an evaluation during the run
 
 
-def train(run: Run, world: World, record: Record | None = None) -> ending.Result:
-    """Run `run` on this rank of `world`; every rank calls it. `record` notes when it begins, and how it fails.
+def train(
+    run: Run,
+    world: World,
+    record: Record | None = None,
+    *,
+    sinks: Sequence[Sink] = (),
+    stop: Callable[[], bool] | None = None,
+) -> ending.Result:
+    """Run `run` on this rank of `world`; every rank calls it, from any thread.
+
+    Args:
+        record: notes when the run begins, and how it fails.
+        sinks: get the metrics of each step on the first rank, beside those that `run.sinks` names. The run closes them;
+            one that raises gets no more metrics.
+        stop: asked on every rank before each step; once it is true on any, the run ends after that step, as after a
+            signal: with a last save, and to be resumed.
 
     Raises:
         ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
@@ -63,26 +79,29 @@ def train(run: Run, world: World, record: Record | None = None) -> ending.Result
         job.keep("loader", loader)
         resumed = _resume(job, run)
         reached = newest_step(path / "metrics.jsonl")
-        meter = stack.enter_context(ending.metered(job, run, data, path))
+        meter = stack.enter_context(ending.metered(job, run, data, path, sinks))
         for line in (*ending.opening(job, run, data, path), *ending.repeated(resumed, reached)):
             log.info(line)
-        stack.enter_context(stop_on_signals(job))
+        if threading.current_thread() is threading.main_thread():  # others cannot take signals
+            stack.enter_context(stop_on_signals(job))
         world.barrier()
         trace.align()
         with enough_memory(job):
-            seconds = _loop(job, loader, meter, run, data)
+            seconds = _loop(job, loader, meter, run, data, stop)
             return ending.close(job, run, data, path, seconds, meter)
 
 
 def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
     """The run's job, composed; random numbers are drawn from the run's seed on from here."""
     settings = run.settings
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(settings.deterministic or deterministic)
     model = build.model(settings.model, run.model, data.offered, settings.seed).to(world.device)
     loss = build.resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
     progress = Progress(total=0 if settings.minutes else settings.steps)
-    job = compose(Job(model, call_model, loss, progress=progress, world=world, trace=trace), run.features)
+    job = Job(model, call_model, loss, progress=progress, world=world, trace=trace)
+    job.exits.callback(torch.use_deterministic_algorithms, deterministic)
+    compose(job, run.features)
     # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between the samples.
     seed = (settings.seed * 1_000_003 + job.world.index_over(job.data_axes)) % 2**63
     torch.manual_seed(seed)
@@ -134,8 +153,8 @@ def _resume(job: Job, run: Run) -> int | None:
     return step
 
 
-def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float:
-    """Train until the total or a signal; the seconds it took."""
+def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed, stop: Callable[[], bool] | None) -> float:
+    """Train until the total, a signal or `stop`; the seconds it took."""
     job.model.train()
     batches, began = iter(loader), time.perf_counter()
     first = job.progress.step
@@ -143,6 +162,8 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed) -> float
         with span("data", "wait") as waiting:
             micro = [moved(batch, job.world.device) for batch in next(batches)]
         meter.waited += time.perf_counter() - waiting.began
+        if stop is not None and stop():
+            job.stop()
         meter.step(job.step(*micro))
         done = job.progress.step - first
         if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job.progress))):

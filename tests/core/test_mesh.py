@@ -117,4 +117,11 @@ def test_a_run_reads_the_same_samples_along_a_tensor_axis(pool, tmp_path):
     both = [sorted(one + other) for one, other in zip(told[0]["seen"], told[2]["seen"], strict=True)]
     assert both == [sorted(ids) for ids in alone["seen"]]
     assert told[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert all(each["ended"] == ["finished", told[0]["losses"][-1]] for each in told)
     assert told[0]["held_out"] == pytest.approx(alone["held_out"], rel=1e-4)
+
+
+def test_a_stop_asked_for_on_one_rank_ends_the_run_on_all_after_the_same_step(pool, tmp_path):
+    told = pool.call(mesh_ranks.whole_run, folder=str(tmp_path / "four"), stops=3)
+    assert all(each["ended"] == ["stopped", told[0]["losses"][-1]] for each in told)
+    assert [len(each["seen"]) for each in told] == [2] * 4

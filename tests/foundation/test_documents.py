@@ -21,6 +21,7 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
     ("slow-network.md", 0): (2,),
     ("your-own-loop.md", 0): (1, 2),
     ("your-own-loop.md", 1): (1,),
+    ("your-own-loop.md", 2): (1,),
 }
 OTHERS = {  # that are no whole scripts
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
@@ -49,6 +50,9 @@ def test_a_script_runs(tmp_path, monkeypatch, name, number, size):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(blocks(page(name), "python")[number])
+    if "run.toml" in script.read_text():
+        own = '[run]\nmodel = "toy:model"\ndata = "toy:samples"\nsteps = 4\nbatch = 8\n[optim.adamw]\n'
+        (tmp_path / "run.toml").write_text(own)
     if size > 1:
         ranks.run(script, size=size, local_size=size)
     else:
