@@ -94,7 +94,7 @@ def opening(job: Job, run: Run, data: Feed, folder: Path) -> Iterator[str]:
     if data.corpus is not None:
         corpus = data.corpus
         yield (
-            f"data: {settings.data}, {corpus.documents:,} documents, {corpus.bytes / 1e6:.1f} MB, "
+            f"data: {' + '.join(run.sources)}, {corpus.documents:,} documents, {corpus.bytes / 1e6:.1f} MB, "
             f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
         )
     length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"

@@ -16,8 +16,9 @@ from shoestring.build import resolve
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import Batch
 from shoestring.core.world import World
-from shoestring.data import BYTES
+from shoestring.data import BYTES, Data
 from shoestring.data.corpus import Corpus, prepare
+from shoestring.data.mixture import prepare_mixture
 from shoestring.data.sources import open_source
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.data.tokens import read_header
@@ -45,7 +46,7 @@ class Feed:
         if self.corpus is None:
             return 0.0
         part = self.corpus.held_out if held_out else self.corpus.train
-        return part.targets / part.bytes / math.log(2) if part.bytes else 0.0
+        return part.targets_per_byte / math.log(2)
 
 
 def feed(run: Run, world: World, folder: Path) -> Feed:
@@ -54,17 +55,23 @@ def feed(run: Run, world: World, folder: Path) -> Feed:
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
-    if is_own(run.settings.data):
+    if is_own(run):
         return _own(run, world)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     first = _first_there(world, folder)
-    prepared = world.agree(lambda: prepare(run.settings.data, settings, folder) if first else None)
-    corpus = world.agree(lambda: prepared or prepare(run.settings.data, settings, folder))
+    prepared = world.agree(lambda: _prepared(run, settings, folder) if first else None)
+    corpus = world.agree(lambda: prepared or _prepared(run, settings, folder))
     if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
         raise DataError(
             f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
         )
     return Feed(corpus.train, corpus.held_out, corpus)
+
+
+def _prepared(run: Run, settings: Data, folder: Path) -> Corpus:
+    if isinstance(run.settings.data, str):
+        return prepare(run.settings.data, settings, folder)
+    return prepare_mixture(run.sources, settings, folder)
 
 
 def offered(run: Run) -> dict[str, Any]:
@@ -73,19 +80,19 @@ def offered(run: Run) -> dict[str, Any]:
     Raises:
         ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot.
     """
-    source = run.settings.data
-    if is_own(source):
-        resolve(source, "run.data")
+    if is_own(run):
+        resolve(run.sources[0], "run.data")
         return {}
     tokenizer, vocabulary = tokenizer_of(run), run.data.vocabulary
-    if source.endswith(".tokens"):
-        vocabulary = read_header(Path(source)).vocab_size
-    elif tokenizer == "bytes":
+    if tokenizer == "bytes":
         vocabulary = BYTES + 1  # the end of a text is a token, too
     elif tokenizer != "bpe":
         vocabulary = load_tokenizer(Path(tokenizer)).vocab_size
-    if not source.endswith(".tokens") and not source.startswith("hf:"):
-        open_source(source, run.data.field)
+    for source in run.sources:
+        if source.endswith(".tokens"):
+            vocabulary = read_header(Path(source)).vocab_size
+        elif not source.startswith("hf:"):
+            open_source(source, run.data.field)
     return {"vocab_size": vocabulary, "context": run.data.sequence}
 
 
@@ -98,9 +105,17 @@ def sample_bytes(sample: Any) -> int:
     return int(getattr(sample, "nbytes", 8))
 
 
-def is_own(source: str) -> bool:
-    """Whether `run.data` names a data set of the user's own, `package.module:callable`."""
-    return ":" in source and not source.startswith("hf:")
+def is_own(run: Run) -> bool:
+    """Whether `run.data` names a data set of the user's own, `package.module:callable`.
+
+    Raises:
+        ConfigError: a mixture lists one, or lists nothing.
+    """
+    own = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
+    if not isinstance(run.settings.data, str) and (own or not run.sources):
+        listed = f"`{own[0]}`" if own else "nothing"
+        raise ConfigError(f"`run.data` lists {listed}", hint="a mixture takes one source of text or more")
+    return bool(own)
 
 
 def tokenizer_of(run: Run) -> str:
@@ -145,7 +160,7 @@ def _own(run: Run, world: World) -> Feed:
     """`package.module:callable` returns a map-style data set, or a pair of them: training and held-out."""
 
     def make() -> Feed:
-        made = resolve(run.settings.data, "run.data")()
+        made = resolve(run.sources[0], "run.data")()
         train, held_out = made if isinstance(made, tuple) else (made, None)
         for each in (train, held_out):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):

@@ -35,9 +35,9 @@ class Settings:
     model: str = "shoestring.models.gpt:tiny"
     """What to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
     transformers loads by that path or name; [model] holds its arguments."""
-    data: str = "python-stdlib"
+    data: str | tuple[str, ...] = "python-stdlib"
     """`python-stdlib`, paths or globs of .txt, .jsonl and .parquet, a .tokens file, `hf:NAME`, or
-    `package.module:callable`."""
+    `package.module:callable`; a list of sources is mixed in the proportion of `data.weights`."""
     loss: str = ""
     """`package.module:callable` from (output, batch) to (sum, count); empty is the cross-entropy of next tokens."""
     steps: int = 400
@@ -91,6 +91,17 @@ class Run:
         for name in ("minutes", "evaluate_every", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
+
+        if len(self.data.weights) not in (0, len(self.sources)):
+            raise ConfigError(
+                f"`data.weights` has {len(self.data.weights)} entries for {len(self.sources)} sources",
+                hint="give one for each source of run.data, or none",
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What `run.data` lists."""
+        return (self.settings.data,) if isinstance(self.settings.data, str) else self.settings.data
 
     @property
     def document(self) -> dict[str, Any]:

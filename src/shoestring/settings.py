@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import cattrs
@@ -44,9 +45,12 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
 
 
 def _value(value: Any, kind: Any, where: str, source: str) -> Any:
-    if get_origin(kind) is not tuple or isinstance(value, list | tuple):  # a string would become its characters
-        with suppress(Exception):  # cattrs has no common base for what it raises
-            return _converter().structure(value, kind)
+    listed = isinstance(value, list | tuple)  # a string would become its characters
+    choices = [kind] if get_origin(kind) is not UnionType else get_args(kind)
+    for choice in choices if any(get_origin(each) is tuple for each in choices) else [kind]:
+        if (get_origin(choice) is tuple) <= listed:
+            with suppress(Exception):  # cattrs has no common base for what it raises
+                return _converter().structure(value, choice)
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = nearest(value, [str(choice) for choice in get_args(kind)])
         raise ConfigError(f"{source}: `{where}` cannot be {value!r}", hint=hint)
@@ -64,7 +68,7 @@ def describe(kind: Any) -> str:
         parts = get_args(kind)
         inside = words.get(parts[0], "values").removeprefix("a ")
         return f"a list of {inside}s" if parts[-1] is Ellipsis else f"a list of {len(parts)} {inside}s"
-    return " or ".join(words.get(part, str(part)) for part in get_args(kind))
+    return " or ".join(describe(part) for part in get_args(kind))
 
 
 @cache

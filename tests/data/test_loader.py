@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.data.loader import Loader, permutation, sweep
+from shoestring.data.loader import Loader, sweep
+from shoestring.data.order import permutation
 
 
 class Numbers(Dataset):

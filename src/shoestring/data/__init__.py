@@ -7,6 +7,7 @@ n-gram model make of the same held-out text. This module holds the settings and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shoestring.core.errors import ConfigError
@@ -30,6 +31,9 @@ class Data:
     """Tokens in a sample."""
     held_out: float = 0.05
     """Share of the documents kept out of training, between 0 and 1."""
+    weights: tuple[float, ...] = ()
+    """Share of the training samples that each source of a mixture provides, in any unit; without weights every sample
+    of every source comes once an epoch."""
     workers: int = 0
     """Loader processes; 0 loads in the training process."""
 
@@ -44,5 +48,12 @@ class Data:
             raise ConfigError(f"data.sequence is {self.sequence}", hint="give at least 1 token a sample")
         if not 0 < self.held_out < 1:
             raise ConfigError(f"data.held_out is {self.held_out}", hint="give a share between 0 and 1, such as 0.05")
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise ConfigError(f"data.weights is {list(self.weights)}", hint="give a positive number for each source")
+        if self.weights and min(self.weights) < 1e-4 * sum(self.weights):
+            raise ConfigError(
+                f"data.weights is {list(self.weights)}, of which one is below 1/10,000 of all",
+                hint="remove that source, or give it more",
+            )
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")

@@ -7,20 +7,21 @@ import heapq
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from shoestring.core.errors import DataError
 from shoestring.data import Data
+from shoestring.data.joined import Tokens
 from shoestring.data.sources import Document, Source, open_source
 from shoestring.data.tokenizer import COMPANIONS, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
 from shoestring.data.tokens import Header, TokenDataset, TokenWriter, read_header, verify
 
-_SAMPLE = 8 << 20
+SAMPLE = 8 << 20
 """Characters of training text that a tokenizer is trained on."""
 _BATCH = 1 << 19
 """Characters encoded at a time."""
@@ -33,15 +34,17 @@ _SEPARATOR = "\0"
 class Corpus:
     """A prepared corpus: what trains, what is held out, and what turns one into text."""
 
-    train: TokenDataset
-    held_out: TokenDataset
+    train: Tokens
+    held_out: Tokens
     """Covers every held-out token: its last sample is padded."""
     tokenizer: Tokenizer
+    parts: Mapping[str, Corpus] = field(default_factory=dict)
+    """The corpus of each source by its name, of a mixture; empty where there is one source."""
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 that is equal if and only if the tokens of both parts are."""
-        parts = [[part.header.fingerprint, part.start, part.stop] for part in (self.train, self.held_out)]
+        parts = [self.train.content, self.held_out.content]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -61,12 +64,12 @@ class Corpus:
     @property
     def skipped(self) -> int:
         """Files left out because they are not UTF-8."""
-        return self.train.header.skipped
+        return self.train.skipped
 
     @property
     def duplicates(self) -> int:
         """Documents left out because an earlier one has the same text."""
-        return self.train.header.duplicates
+        return self.train.duplicates
 
     def train_texts(self) -> bytes:
         """The training documents in UTF-8, joined by zero bytes; all in memory."""
@@ -77,7 +80,7 @@ class Corpus:
         return _texts(self.tokenizer, self.held_out)
 
 
-def _texts(tokenizer: Tokenizer, part: TokenDataset) -> bytes:
+def _texts(tokenizer: Tokenizer, part: Tokens) -> bytes:
     return _SEPARATOR.join(tokenizer.decode_documents(part.ids)).encode()
 
 
@@ -98,7 +101,7 @@ def prepare(source: str, settings: Data, folder: Path) -> Corpus:
     if source.endswith(".tokens"):
         return _from_tokens(Path(source), settings, folder)
     reader = open_source(source, settings.field)
-    recipe = _recipe(reader, settings)
+    recipe = recipe_of(reader, settings)
     if not _usable(folder, recipe):
         _write(reader, settings, folder, recipe)
     return _open(folder, settings)
@@ -110,13 +113,15 @@ def _open(folder: Path, settings: Data) -> Corpus:
     return Corpus(train, held_out, load_tokenizer(folder / "tokenizer.json"))
 
 
-def _recipe(reader: Source, settings: Data) -> str:
+def recipe_of(reader: Source, settings: Data) -> str:
     """Hash of everything the token files depend on."""
-    made_from = {name: value for name, value in asdict(settings).items() if name not in ("sequence", "workers")}
+    made_from = {
+        name: value for name, value in asdict(settings).items() if name not in ("sequence", "workers", "weights")
+    }
     path = Path(settings.tokenizer)
     files = [each for each in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and each.is_file()]
     content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else ""
-    table = [made_from, content, _SAMPLE, reader.identity()]
+    table = [made_from, content, SAMPLE, reader.identity()]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -138,7 +143,7 @@ def _checked(path: Path) -> Header:
 # ---- making the files ------------------------------------------------------------------------------------------------
 
 
-class _Survey:
+class Survey:
     """One pass over the documents: which sides of the split exist, and a sample to train a tokenizer on."""
 
     def __init__(self, reader: Source, settings: Data, sample: int) -> None:
@@ -175,7 +180,7 @@ class _Survey:
 
 
 def _write(reader: Source, settings: Data, folder: Path, recipe: str) -> None:
-    survey = _Survey(reader, settings, _SAMPLE if settings.tokenizer == "bpe" else 0)
+    survey = Survey(reader, settings, SAMPLE if settings.tokenizer == "bpe" else 0)
     tokenizer = _tokenizer(settings, survey.sample)
     tokenizer.save(folder / "tokenizer.json")
     with (

@@ -1,7 +1,6 @@
 """Batches in an order that is a function of the seed alone, and a position that is one integer.
 
-The order of epoch e is the sort of splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), so no library
-version changes it. Global sample g is number g mod N of epoch g div N: a batch may reach into the next epoch.
+Global sample g is the one at position g of the data set's order (`order.py`): a batch may reach into the next epoch.
 """
 
 from __future__ import annotations
@@ -15,26 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.data.order import Order, Shuffled
 
 Batch = dict[str, Tensor]
-_WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, of uint64 of any shape."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The samples 0 to `samples` - 1 in the order of `epoch`; int64 (samples,)."""
-    stream = np.array([seed & _WORD], np.uint64)
-    for word in (epoch & _WORD, _GOLDEN):
-        stream = _mix(stream ^ np.uint64(word)) + np.uint64(_GOLDEN)
-    keys = _mix(stream + np.arange(1, samples + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-    return np.argsort(keys, kind="stable")
 
 
 class _Identified(Dataset[Any]):
@@ -69,7 +51,8 @@ class Loader:
 
     Args:
         dataset: any map-style data set with a length. Samples that are no dicts (tuples, say) are stacked as
-            `default_collate` does, without ids. Its `fingerprint`, where it has one, goes into the state.
+            `default_collate` does, without ids. Its `fingerprint`, where it has one, goes into the state; its
+            `order(seed)`, where it has one, is the order, else each sample comes once an epoch.
         batch: samples of an optimizer step, over all ranks.
         rank: this process.
         size: processes that share the batch.
@@ -104,7 +87,7 @@ class Loader:
         self.consumed = 0
         """Samples handed out so far, over all ranks."""
         self._jumps = 0
-        self._order: tuple[int, int, np.ndarray] | None = None
+        self._order: tuple[int, Order] | None = None
         self._fetcher: DataLoader[Batch] | None = None
 
     @property
@@ -114,15 +97,10 @@ class Loader:
 
     def ids(self, start: int, count: int) -> np.ndarray:
         """The samples at the global positions from `start` on, in order; int64 (count,)."""
-        position = np.arange(start, start + count)
-        epochs = position // self.samples
-        order = [self._epoch_order(int(epoch))[position[epochs == epoch] % self.samples] for epoch in np.unique(epochs)]
-        return np.concatenate(order)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[:2] != (self.seed, epoch):
-            self._order = self.seed, epoch, permutation(self.seed, epoch, self.samples)
-        return self._order[2]
+        if self._order is None or self._order[0] != self.seed:
+            of: Callable[[int], Order] | None = getattr(self.dataset, "order", None)
+            self._order = self.seed, of(self.seed) if of else Shuffled(self.seed, self.samples)
+        return self._order[1].at(np.arange(start, start + count))
 
     def _micro_batches(self) -> Iterator[list[int]]:
         """This rank's part of every micro-batch from the present position on, without end."""

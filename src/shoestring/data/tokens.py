@@ -228,9 +228,29 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return f"{self.header.fingerprint}:{layout}"
 
     @property
+    def content(self) -> str:
+        """Equal if and only if the tokens are, however they are cut into samples."""
+        return f"{self.header.fingerprint}:{self.start}-{self.stop}"
+
+    @property
     def targets(self) -> int:
         """Targets in all samples: the count that a mean loss is over."""
         return self.tokens - 1 if self.pad_last else len(self) * self.sequence
+
+    @property
+    def targets_per_byte(self) -> float:
+        """Targets for each byte of text; 0 where the bytes are unknown."""
+        return self.targets / self.bytes if self.bytes else 0.0
+
+    @property
+    def skipped(self) -> int:
+        """Files left out of the corpus because they are not UTF-8."""
+        return self.header.skipped
+
+    @property
+    def duplicates(self) -> int:
+        """Documents left out of the corpus because an earlier one has the same text."""
+        return self.header.duplicates
 
     @property
     def ids(self) -> np.ndarray:

@@ -1,0 +1,102 @@
+"""Several token data sets as one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shoestring.data.order import Interleaved, Order, Shuffled
+from shoestring.data.tokens import TokenDataset
+
+
+class Joined(Dataset[dict[str, Tensor]]):
+    """The samples of several token data sets, one after the other; trained on in the proportion of `weights`.
+
+    Args:
+        weights: a share for each part; without them every sample comes once an epoch.
+    """
+
+    def __init__(self, parts: Sequence[Tokens], weights: Sequence[float] = ()) -> None:
+        self.parts, self.weights = tuple(parts), tuple(weights)
+        self.sequence = parts[0].sequence
+        self._starts = [0, *accumulate(len(part) for part in parts)]
+
+    def order(self, seed: int) -> Order:
+        """The samples in the order in which training takes them."""
+        if not self.weights:
+            return Shuffled(seed, len(self))
+        return Interleaved(seed, [len(part) for part in self.parts], self.weights)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal if and only if the samples and their shares are."""
+        return self._hash([part.fingerprint for part in self.parts])
+
+    @property
+    def content(self) -> str:
+        """Equal if and only if the tokens and their shares are, however they are cut into samples."""
+        return self._hash([part.content for part in self.parts])
+
+    def _hash(self, parts: list[str]) -> str:
+        return hashlib.sha256(json.dumps([parts, self.weights]).encode()).hexdigest()
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def skipped(self) -> int:
+        return sum(part.skipped for part in self.parts)
+
+    @property
+    def duplicates(self) -> int:
+        return sum(part.duplicates for part in self.parts)
+
+    @property
+    def targets(self) -> int:
+        return sum(part.targets for part in self.parts)
+
+    @property
+    def targets_per_byte(self) -> float:
+        """Targets for each byte of text, of the samples as they are drawn; 0 where the bytes are unknown."""
+        shares = self.weights or [part.targets for part in self.parts]
+        rates = [part.targets_per_byte for part in self.parts]
+        return sum(shares) / sum(w / rate for w, rate in zip(shares, rates, strict=True)) if all(rates) else 0.0
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Every token of all parts, (tokens,); in memory."""
+        return np.concatenate([part.ids for part in self.parts])
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.__getitems__([index % len(self)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        samples = []
+        for index in indices:
+            number = bisect_right(self._starts, index) - 1
+            samples += self.parts[number].__getitems__([index - self._starts[number]])
+        return samples
+
+
+Tokens = TokenDataset | Joined
