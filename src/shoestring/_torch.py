@@ -69,6 +69,11 @@ def after_backward(work: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
+def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """For each device, 1.0 where a loss scaler has found an overflow among unscaled gradients, 0.0 elsewhere."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
 def has_hook(model: nn.Module) -> bool:
     """Whether it is in DDP, with a communication hook."""
     return isinstance(model, DistributedDataParallel) and bool(model._comm_hooks)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from exchanges import Awkward, digest
 from torch import Tensor, nn
+from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -31,9 +32,10 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, (x.mean((1, 2, 3)) > 0).long() + (x[:, 0].amax((1, 2)) > 1).long()
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(model: nn.Module, step: int, scaler: GradScaler | None = None) -> None:
     x, y = batch(step, World.current().rank)
-    F.cross_entropy(model(x), y).backward()
+    loss = F.cross_entropy(model(x), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def replicated(**settings: Any) -> DistributedDataParallel:
@@ -120,20 +122,21 @@ def local_gradients(model: nn.Module, step: int) -> Grads:
 
 
 def conserved(
-    *, feature: dict[str, Any], steps: int, wrap: bool, own_step: bool, none: bool, micro: int
+    *, feature: dict[str, Any], steps: int, wrap: bool, own_step: bool, none: bool, micro: int, scaled: bool = False
 ) -> dict[str, Any]:
     """The largest difference between all gradients there were and those that were used, with what is owed in the end.
 
     Args:
         own_step: attach without an optimizer, which needs DDP. none: set gradients to None after a step, not to zero.
-        micro: backward passes a step, each of which is exchanged.
+        micro: backward passes a step, each of which is exchanged. scaled: by a loss scaler, whose scale doubles.
     """
     world = World.current()
     model = replicated(find_unused_parameters=True) if wrap else Awkward()
     plain: Awkward = model.module if wrap else model  # pyright: ignore[reportAssignmentType]
     optimizer = SGD(model.parameters(), lr=0.0)
     settings = scenarios.decode(feature)
-    job = attach(model, settings) if own_step else attach(model, settings, optimizer)  # pyright: ignore
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+    job = attach(model, settings, None if own_step else optimizer, scaler=scaler)  # pyright: ignore
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     there, used = ({name: torch.zeros_like(p) for name, p in trained.items()} for _ in range(2))
     with job:
@@ -142,14 +145,16 @@ def conserved(
                 plain.path = (step + part) % 2
                 for name, grad in local_gradients(plain, micro * step + part).items():
                     there[name] += grad
-                backward(model, micro * step + part)
+                backward(model, micro * step + part, scaler)
+            scaler.unscale_(optimizer)
             if not wrap:
                 optimizer.step()
             for name, parameter in trained.items():
                 if parameter.grad is not None:
                     used[name] += parameter.grad
             if wrap and not own_step:
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
             model.zero_grad(set_to_none=none)
         owed = residual(job)
     return {"apart": _apart(there, used, owed, world), "owed": max(float(each.abs().max()) for each in owed.values())}
@@ -186,6 +191,26 @@ def overflowed(*, feature: dict[str, Any], size: float) -> dict[str, Any]:
             state = job.kept["comm"].state.state_dict()["codec"]
             states.append([float(each.norm()) for each in state["residual"].values()])
     return {"finite": finite, "states": states}
+
+
+def skipped(*, feature: dict[str, Any]) -> dict[str, Any]:
+    """A bare model with a loss scaler: at one step the gradients of one rank overflow."""
+    world = World.current()
+    model = Awkward(torch.contiguous_format)
+    optimizer, scaler = SGD(model.parameters(), lr=0.05), GradScaler("cpu", init_scale=1024.0)
+    digests, scales = [], []
+    with attach(model, scenarios.decode(feature), optimizer, scaler=scaler):
+        for step in range(4):
+            backward(model, step, scaler)
+            if step == 1 and world.rank == 1:
+                assert model.head.bias.grad is not None
+                model.head.bias.grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            digests.append(digest(model))
+            scales.append(scaler.get_scale())
+    return {"digests": digests, "scales": scales, "patched": "unscale_" in vars(scaler)}
 
 
 def clipped(*, feature: dict[str, Any], local: int, shard: bool) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,21 @@ def test_an_overflow_after_the_first_answers_enters_no_residual(pool, feature, s
         else:
             assert given_up == before
         assert all(0 < each < 1e3 for each in after)
+
+
+@pytest.mark.parametrize("feature", CONSERVING, ids=lambda feature: feature.name + feature.select)
+def test_what_is_owed_keeps_its_size_when_the_loss_scale_changes(pool, feature):
+    """The scale doubles after every second step; residuals are of gradients without it."""
+    arguments = {"steps": 7, "wrap": True, "own_step": False, "none": True, "micro": 1, "scaled": True}
+    for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
+        assert result["owed"] > 1e-4
+        assert result["apart"] < 1e-6
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one(pool):
+    """Without DDP gradients are exchanged in the optimizer's step, which the scaler leaves out where they overflow."""
+    results = pool.call(attaching.skipped, feature=encode(comm.Dense()))
+    assert equal(results)
+    digests = results[0]["digests"]
+    assert [one == other for one, other in pairwise(digests)] == [True, False, False]
+    assert all(each["scales"] == [1024, 512, 512, 512] and not each["patched"] for each in results)

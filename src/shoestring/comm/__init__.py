@@ -22,6 +22,7 @@ from shoestring.comm.per_step import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
     from torch.optim import Optimizer
 
     from shoestring.core.job import Job
@@ -46,11 +47,19 @@ __all__ = [
 ]
 
 
-def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:
+def attach(
+    model: nn.Module,
+    feature: Exchange,
+    optimizer: Optimizer | None = None,
+    *,
+    scaler: GradScaler | None = None,
+) -> Job:
     """Exchange the gradients of somebody else's model by `feature`: one line after the model is wrapped in DDP.
 
     Args:
         optimizer: needed without DDP, where the exchange comes right before its step; and for the report's numbers.
+
+        scaler: the loop's loss scaler, for fp16: gradients under DDP are exchanged before it unscales them.
 
     Returns:
         The job, to `close`, and to keep what must survive (`job.kept`).
@@ -60,4 +69,4 @@ def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = No
     """
     from shoestring.comm.attached import attach
 
-    return attach(model, feature, optimizer)
+    return attach(model, feature, optimizer, scaler)

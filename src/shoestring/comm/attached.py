@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,6 +20,8 @@ from shoestring.comm.coordinator import Coordinator, several
 from shoestring.comm.ddp import Arriving, in_memory_order
 from shoestring.comm.replicas import begin_equal, local
 from shoestring.comm.route import Route
+from shoestring.comm.wire import naming
+from shoestring.core._torch import overflows
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
@@ -41,7 +46,8 @@ def install(job: Job, settings: Exchange) -> None:
     ignored = getattr(job.model, "parameters_to_ignore", ())  # by DDP, where its user says so
     trained = {name: tensor for name, tensor in job.trained.items() if name not in ignored}
     sizes = {name: local(tensor).numel() * tensor.element_size() for name, tensor in trained.items()}
-    coordinator = Coordinator(routes, settings.selecting(), sizes, settings.exchanges, job.world.device)
+    scale = (lambda: job.scaler.get_scale()) if under_ddp else (lambda: 1.0)  # else gradients come after `unscale_`
+    coordinator = Coordinator(routes, settings.selecting(), sizes, settings.exchanges, job.world.device, scale)
     job.exits.callback(coordinator.close)
     if isinstance(job.model, DistributedDataParallel):
         job.exits.callback(Arriving(coordinator, job.model, sum(sizes.values()) // settings.exchanges).detach)
@@ -53,8 +59,20 @@ def install(job: Job, settings: Exchange) -> None:
     job.at(Phase.CAPTURE, _Meter(job, coordinator, routes[0]).read)
 
 
-def attach(model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None) -> Job:
+def attach(
+    model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None, scaler: GradScaler | None = None
+) -> Job:
     """See `shoestring.comm.attach`."""
+    job = _attached(model, feature, optimizer)
+    if scaler is not None:
+        job.scaler = scaler
+        _skip_together(job)
+        if "scaler" in job.kept:
+            job.kept["scaler"] = replace(job.kept["scaler"], state=scaler)
+    return job
+
+
+def _attached(model: nn.Module, feature: Exchange, optimizer: Optimizer | None) -> Job:
     if optimizer is not None:
         return attach_to_loop(model, optimizer, feature)
     if Seam.OPTIM in feature.seams:
@@ -78,7 +96,28 @@ def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinat
     """Nobody keeps the models equal over these dimensions but the exchange; it comes before any clipping."""
     begin_equal([*job.model.parameters(), *job.model.buffers()], job.world.group(dimensions))
     job.exchange(dimensions)
+    _skip_together(job)
     job.at(Phase.CLIP, partial(_exchange, job, dict(job.trained), coordinator, name))
+
+
+def _skip_together(job: Job) -> None:
+    """Let all ranks leave out an optimizer step, and the exchange in it, where the loss scaler of one finds an overflow.
+
+    Under DDP all have the same gradients by then.
+    """
+    group = job.world.group(job.replicas)
+    if group is None or isinstance(job.model, DistributedDataParallel) or not job.scaler.is_enabled():
+        return
+    scaler, unscale = job.scaler, job.scaler.unscale_
+
+    def unscale_(optimizer: Optimizer) -> None:
+        unscale(optimizer)
+        for found in overflows(scaler, optimizer):
+            with naming("all-reduce of whether the gradients of a rank overflowed"):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+    scaler.unscale_ = unscale_
+    job.exits.callback(delattr, scaler, "unscale_")
 
 
 def _exchange(job: Job, tensors: Mapping[str, Tensor], coordinator: Coordinator, name: str) -> None:

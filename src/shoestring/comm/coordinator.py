@@ -27,6 +27,7 @@ from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.route import Route
 from shoestring.comm.wire import naming
 from shoestring.comm.worker import Task, Worker
+from shoestring.core._torch import foreach_mul_
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
@@ -53,8 +54,10 @@ class Channel:
     Without a thread, whoever submits a cohort exchanges it: where a step has one part, nothing could go on meanwhile.
     """
 
-    def __init__(self, route: Route, codec: Codec, device: torch.device, *, threaded: bool) -> None:
-        self.route, self.codec = route, codec
+    def __init__(
+        self, route: Route, codec: Codec, device: torch.device, scale: Callable[[], float], *, threaded: bool
+    ) -> None:
+        self.route, self.codec, self.scale = route, codec, scale
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
 
     def submit(self, cohort: Cohort) -> Task[None]:
@@ -71,13 +74,23 @@ class Channel:
         error = None
         try:
             with naming(str(cohort)):
-                cohort.averaged = self.route.run(self.codec, cohort.grads, cohort.step)
+                cohort.averaged = self._exchange(cohort)
         except Exception as caught:
             error = caught
         for work in cohort.after:
             work(error)
         if error is not None:
             raise error
+
+    def _exchange(self, cohort: Cohort) -> bool:
+        """Without the scale of the loss, which changes: what is left of a gradient for later steps keeps its size."""
+        scale, grads = self.scale(), list(cohort.grads.values())
+        if scale != 1:
+            foreach_mul_(grads, 1 / scale)
+        averaged = self.route.run(self.codec, cohort.grads, cohort.step)
+        if scale != 1:
+            foreach_mul_(grads, scale)
+        return averaged
 
 
 class Coordinator:
@@ -87,15 +100,22 @@ class Coordinator:
         routes: where they travel, one for each channel.
         sizes: the bytes of every parameter that arrives in each round, by name, in the order of a forward pass.
         parts: cohorts of a round.
+        scale: what gradients are multiplied by when they arrive, and averages must be; asked once a cohort.
     """
 
     def __init__(
-        self, routes: Sequence[Route], codec: Codec, sizes: dict[str, int], parts: int, device: torch.device
+        self,
+        routes: Sequence[Route],
+        codec: Codec,
+        sizes: dict[str, int],
+        parts: int,
+        device: torch.device,
+        scale: Callable[[], float],
     ) -> None:
-        self.codec, self.sizes = codec, sizes
+        self.codec, self.sizes, self.scale = codec, sizes, scale
         self.cohorts = dealt(sizes, parts)
         threaded = len(self.cohorts) > 1
-        self.channels = [Channel(route, codec, device, threaded=threaded) for route in routes]
+        self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
@@ -169,7 +189,7 @@ class Coordinator:
     def take_back(self, name: str, delivered: Tensor) -> None:
         """Owe again an average of this round that could not be used; one that is not finite took nothing from state."""
         if self._newest[self._part[name]].averaged:
-            self.codec.take_back(name, self.channels[0].route.own(delivered))
+            self.codec.take_back(name, self.channels[0].route.own(delivered / self.scale()))
 
     @property
     def sent(self) -> int:
