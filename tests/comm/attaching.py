@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from shoestring.comm import attach
+from shoestring.comm import attach, wire
 from shoestring.comm.ddp import in_memory_order
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
@@ -211,6 +212,22 @@ def skipped(*, feature: dict[str, Any]) -> dict[str, Any]:
             digests.append(digest(model))
             scales.append(scaler.get_scale())
     return {"digests": digests, "scales": scales, "patched": "unscale_" in vars(scaler)}
+
+
+def alone(*, feature: dict[str, Any], timeout: float) -> str:
+    """The first rank makes a step, the other none, in groups that wait for so many seconds."""
+    wire.timeout_of = lambda _: timedelta(seconds=timeout)
+    model = Awkward()
+    optimizer, said = SGD(model.parameters(), lr=0.05), ""
+    with attach(model, scenarios.decode(feature), optimizer):
+        if World.current().first:
+            backward(model, 0)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                said = str(error)
+        torch.distributed.barrier()  # the other stays until then
+    return said
 
 
 def clipped(*, feature: dict[str, Any], local: int, shard: bool) -> list[float]:

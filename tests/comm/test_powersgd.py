@@ -87,6 +87,31 @@ def test_is_the_iteration_of_the_paper():
         torch.testing.assert_close(grads[0]["a"].double(), P @ Q.T, rtol=1e-4, atol=1e-4)
 
 
+def test_alternating_halves_are_those_of_the_formulas():
+    """One matrix, fp64: P = mean(M Q), e = M - M Q Qᵀ of this rank's own M; then the same of Mᵀ with P's columns."""
+    shapes = {"a": (24, 16)}
+    codecs = [PowerSGD(2, least=1, alternate=True) for _ in range(RANKS)]
+    first = codecs[0]._matrix("a", torch.zeros(24, 16)).Qt
+    assert first is not None
+    basis, e = first.T.double(), [torch.zeros(24, 16, dtype=torch.float64)] * RANKS
+    for step in range(4):
+        grads = gradients(step, shapes)
+        M = [each["a"].double() + residual for each, residual in zip(grads, e, strict=True)]
+        M = M if step % 2 == 0 else [each.T for each in M]
+        basis = torch.linalg.qr(basis)[0]
+        own = [each @ basis for each in M]
+        left = [each - product @ basis.T for each, product in zip(M, own, strict=True)]
+        mean_ = torch.stack(own).mean(0)
+        average, e = mean_ @ basis.T, left
+        if step % 2:
+            average, e = average.T, [each.T for each in left]
+        basis = mean_
+        rehearse(codecs, grads, step)
+        torch.testing.assert_close(grads[0]["a"].double(), average, rtol=1e-4, atol=1e-4)
+        for codec, expected in zip(codecs, e, strict=True):
+            torch.testing.assert_close(codec.state["residual"]["a"].double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("alternate", [False, True])
 def test_finds_the_low_rank_that_is_there(alternate):
     """Of gradients whose mean has rank 2, nothing is left after a few equal steps."""

@@ -273,6 +273,21 @@ def test_knapsack_prefers_what_is_owed_most_for_its_bytes():
     assert set(Knapsack().choose(known, {})[0]) == {1, 2}  # what layer 3 was owed has been sent
 
 
+@pytest.mark.parametrize("count", [4, 20], ids=["exactly", "greedily"])
+def test_knapsack_prefers_what_has_waited_longer_among_equals(count):
+    waited = np.arange(count) % 4
+    known = layers([10] * count, 10 * count // 4, gradient=[1] * count, owed=[1] * count, waited=waited)
+    assert {waited[layer] for layer in Knapsack().choose(known, {})[0]} == {3}
+
+
+@pytest.mark.parametrize("count", [4, 20], ids=["exactly", "greedily"])
+def test_knapsack_waits_for_a_layer_that_costs_more_than_a_budget(count):
+    """Once it comes first nothing else is sent, so that the allowance grows until it can be."""
+    known = layers([25] + [4] * count, 10, gradient=[1000] + [1] * count)
+    assert Knapsack().choose(known, {})[0] == []
+    assert 0 in Knapsack().choose(replace(known, allowance=25.0), {})[0]
+
+
 def follow(selector: Selector, steps: int = 120) -> tuple[float, dict[str, int]]:
     """SGD after targets of which two of twelve move; the other layers' gradients are noise.
 

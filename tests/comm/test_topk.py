@@ -87,6 +87,16 @@ def test_thresholds_agree_with_exact_in_mass(select, part, kind):
     assert x[select(x, k)].abs().sum() >= part * x[exact(x, k)].abs().sum()
 
 
+@pytest.mark.parametrize("k", [300, 5000])
+def test_sampling_prefers_no_part_of_the_model(k):
+    """Of entries that are alike everywhere, each tenth has about as many selected, within 5 standard deviations."""
+    counts = torch.zeros(10)
+    for seed in range(8):
+        x = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) - 0.5
+        counts += sampled(x, k).mul(10).div(len(x), rounding_mode="floor").bincount(minlength=10)
+    assert (counts - 0.8 * k).abs().max() < 5 * (0.8 * k) ** 0.5
+
+
 @given(seed=st.integers(0, 2**20), density=st.floats(0.001, 1), scale=st.sampled_from([1e-20, 1.0, 1e15]))
 @settings(max_examples=40, deadline=None)
 def test_contracts(seed, density, scale):

@@ -101,7 +101,7 @@ def _before_the_step(job: Job, dimensions: Sequence[str], coordinator: Coordinat
 
 
 def _skip_together(job: Job) -> None:
-    """Let all ranks leave out an optimizer step, and the exchange in it, where the loss scaler of one finds an overflow.
+    """Let all ranks skip an optimizer step, and the exchange in it, where the loss scaler of one finds an overflow.
 
     Under DDP all have the same gradients by then.
     """
