@@ -108,10 +108,14 @@ class Files:
                 holder = path.read_text(errors="replace")[:200].strip()
                 raise BlockingIOError(errno.EWOULDBLOCK, holder or "another process", str(path))
             if held is not None and held.stands:
-                with naming(path), path.open("wb") as file:
-                    file.write(says.encode())
-                    file.flush()
-                    os.fsync(file.fileno())
+                try:
+                    with naming(path), path.open("wb") as file:
+                        file.write(says.encode())
+                        file.flush()
+                        os.fsync(file.fileno())
+                except OSError:  # a full disk, say
+                    held.release()
+                    raise
                 return held
             if held is not None:  # who held it has removed it
                 held.release()

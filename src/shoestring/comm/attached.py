@@ -16,12 +16,12 @@ from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoestring._torch import overflows
 from shoestring.comm.coordinator import Coordinator, several
 from shoestring.comm.ddp import Arriving, in_memory_order
 from shoestring.comm.replicas import begin_equal, local
 from shoestring.comm.route import Route
 from shoestring.comm.wire import naming
-from shoestring.core._torch import overflows
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring._torch import foreach_mul_
 from shoestring.comm.codec import Codec, Grads
 from shoestring.comm.route import Route
 from shoestring.comm.wire import naming
 from shoestring.comm.worker import Task, Worker
-from shoestring.core._torch import foreach_mul_
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
