@@ -12,8 +12,9 @@ from typing import Any
 from shoestring import run as runs
 from shoestring.checkpoint import Plain, Tiered, exports, peers
 from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.disk import MANIFEST, Disk
-from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.claim import LOCK
+from shoestring.checkpoint.disk import ASIDE, MANIFEST, Disk
+from shoestring.checkpoint.files import Files, Lock
 from shoestring.checkpoint.generation import Record
 from shoestring.checkpoint.layout import PRIVATE
 from shoestring.checkpoint.resume import forget_all
@@ -305,20 +306,34 @@ def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
         listed = ", ".join(map(str, going))
         raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
     every = archive.found() if memory and archive.memory.exists() else archive.some()
-    there = [save for save in every if save.level == DISK]
+    there = [save for save in every if save.level == DISK and not save.path.is_symlink()]
     good = [save for save in there if not save.state.startswith(("not", "damaged"))]
     for save in good[:keep]:
         if wrong := verify(save):
             raise CheckpointError(
                 f"nothing is deleted: the save of step {save.step} is damaged: {wrong[0]}", hint="delete that one first"
             )
-    left = [save for save in there if save.state == "not committed" and not going]
+    # Other programs' folders may begin with `step-`, too, and another host may be writing here.
+    left = [save for save in there if ASIDE.fullmatch(save.path.name) and not going and not _locked(archive.folder)]
     gone = [save.path for save in (*good[keep:], *left)]
     _delete(archive.folder, gone)
     if memory and archive.memory.exists():
         forget_all(archive.memory)
         gone.append(archive.memory)
     return gone
+
+
+def _locked(folder: Path) -> bool:
+    """Whether a run holds the lock of its folder of checkpoints."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        held = Lock.of(folder / LOCK)
+    except OSError:
+        return True
+    if held is not None:
+        held.release()
+    return held is None
 
 
 def _delete(folder: Path, paths: Sequence[Path]) -> None:

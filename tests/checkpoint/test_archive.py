@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from shoestring.archive import Archive, users
 from shoestring.build import load_model
 from shoestring.checkpoint import Plain, files
+from shoestring.checkpoint.claim import LOCK
 from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -207,6 +208,27 @@ def test_prune_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     aside = f".{old.name}.tmp"  # the name of what is not committed, by which the rest of it is found
     at = acts.index(("rename", old.name))
     assert acts[at : at + 3] == [("rename", old.name), ("sync folder", old.parent.name), ("remove", aside)]
+
+
+def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
+    saves = run / "checkpoints"
+    linked = tmp_path / "linked"
+    shutil.copytree(of(run, 2), linked)
+    shutil.rmtree(of(run, 2))
+    (saves / "step-00000002-0000-abc").symlink_to(linked)
+    for name in ("step-100/.metadata", "step-00000001-0000-abc/notes", ".step-notes.tmp/notes"):
+        (saves / name).parent.mkdir()
+        (saves / name).write_bytes(b"")
+    left = saves / ".step-00000009-0000-abc.0123456789abcdef.tmp"
+    left.mkdir()
+    lock = files.Files().lock(saves / LOCK, "another process")
+    before = sorted(saves.rglob("*"))
+    assert told(capsys, "prune", run, "--keep", 1) == []  # it is going on
+    assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
+    lock.release()
+    assert told(capsys, "prune", run, "--keep", 1) == [str(left)]
+    left.mkdir()
+    assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
 
 
 def test_prune_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
