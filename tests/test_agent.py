@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+from benchmarks.restart import Trial, environment
 
 # A worker says when it is there, and holds the pipe open for as long as it lives.
 WORKER = """
@@ -50,3 +53,36 @@ def test_a_worker_ends_with_its_agent(how):
         finally:
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_worker_and_the_next_start_goes_on(tmp_path):
+    trial = Trial.prepare(tmp_path)
+    command = [sys.executable, "-m", "shoestring", "train", trial.run, "--run.folder", str(trial.shared / "run")]
+    command += ["--workers", "2", "--run.steps"]
+    with subprocess.Popen([*command, "1000000"], env=os.environ | environment()) as launcher:
+        trial.reach(Running(launcher), "run", 6)
+        workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        held = [os.pidfd_open(int(worker)) for worker in workers]
+        launcher.kill()
+    assert len(held) >= 2
+    for worker in held:
+        assert select.select([worker], [], [], 60)[0], "a worker lives on"
+        os.close(worker)
+    reached = max(trial.losses("run"))
+    again = [*command, str(reached + 5), "--run.resume", "auto"]
+    subprocess.run(again, env=os.environ | environment(), check=True, timeout=300)
+    assert max(trial.losses("run")) == reached + 5
+
+
+class Running:
+    """A process, as `Trial.reach` asks for it."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def codes(self):
+        return {0: self.process.poll()}
+
+    def output(self, host):
+        return f"it ended with {self.process.poll()}"
