@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -117,11 +118,8 @@ def file_of(name: str, file: str) -> Path | None:
     """The path of a file of the model, in its folder or in the cache of the hub; None where it has none."""
     if Path(name).is_dir():
         return found if (found := Path(name) / file).is_file() else None
-    _transformers()
-    from transformers.utils.hub import cached_file
-
     try:
-        found = cached_file(name, file)
+        found = _transformers("utils.hub").cached_file(name, file)
     except OSError:  # transformers has no other answer to a file that is not there
         return None
     return Path(found) if found else None
@@ -130,12 +128,12 @@ def file_of(name: str, file: str) -> Path | None:
 # -- what transformers does --------------------------------------------------------------------------------------------
 
 
-def _transformers() -> ModuleType:
+def _transformers(module: str = "") -> ModuleType:
+    """The package, or a module of it: by name, because an import statement has pyright read all of its models."""
     try:
-        import transformers
+        return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
         raise ConfigError("`hf:` models need transformers", hint="pip install shoestring[hf]") from error
-    return transformers
 
 
 def _config(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -192,8 +190,7 @@ def _named(name: str, act: Callable[[], T], kind: type[ShoestringError] = Checkp
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the progress bars of transformers."""
-    from transformers.utils import logging
-
+    logging = _transformers("utils.logging")
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
