@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def test_a_save_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_p
     settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=3)
 
     def start(steps):
-        with compose(Job(jobs.tiny(), optimizer=partial(SGD, lr=0.1), world=World()), [settings]) as job:
+        job = compose(Job(jobs.tiny(), optimizer=partial(SGD, lr=0.1), world=World()), [settings])
+        with closing(job):  # which saves nothing more
             job.defers = True
             began = job.restore("auto")
             for number in range(steps):
