@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import pytest
 from prototypes import Adapter, ShardedState, Smooth, Sparse
 
 from shoestring.checkpoint import Tiered
 from shoestring.comm import PowerSGD
-from shoestring.testing import FeatureSuite, clauses
-from shoestring.testing.case import ViolationError
+from shoestring.testing import FeatureSuite
 
 PARTNERS = (PowerSGD(rank=2), Tiered())
 
@@ -38,24 +36,3 @@ class TestShardedState(FeatureSuite):
     ranks: ClassVar = (2,)
     reshards = False
     partners: ClassVar = (Tiered(),)
-
-
-class DenseMaster(Sparse):
-    """Exports the master in place of what it computes with: the fault that the clause is for."""
-
-    def export(self, weights, kept):
-        return weights
-
-
-class TestFault(FeatureSuite):
-    feature = DenseMaster(part="p")
-    partners: ClassVar = ()
-
-    @pytest.fixture(autouse=True)
-    def only_exports(self, request):
-        if request.node.name != "test_exports_what_it_computes":
-            pytest.skip("one clause is looked at")
-
-    def test_exports_what_it_computes(self, case):
-        with pytest.raises(ViolationError, match="`export` does not give"):
-            clauses.exports_what_it_computes(case)

@@ -284,3 +284,24 @@ class Whole(Feature):
                 room[: parameter.numel()].copy_(parameter.grad.flatten())
 
         job.at(Phase.GRAD, smooth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsToItself(Feature):
+    """Computes with larger weights than those that it trains, and lets those that it trains leave the run."""
+
+    factor: float = 1.5
+    """What the weights of some layers are multiplied by."""
+
+    seams: ClassVar = (Seam.MODEL,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from functools import partial
+
+        from torch.nn import functional as F
+
+        for block in job.module.blocks:
+            job.patch(block.up, partial(self._forward, F.linear, block.up))
+
+    def _forward(self, linear: Any, layer: Any, inputs: Any) -> Any:
+        return linear(inputs, layer.weight * self.factor, layer.bias)

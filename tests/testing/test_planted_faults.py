@@ -47,6 +47,10 @@ FAULTS = [
     Fault(faulty.LeavesThread(), "releases_what_it_takes", "ended in forward.*the thread `companion`"),
     Fault(faulty.Strays(), "releases_what_it_takes", "the file notes/1.txt outside of the run's folder"),
     Fault(faulty.NeedsTheJob(), "attaches_to_a_foreign_loop", "it does nothing there", {"tolerance": 1.0}),
+    Fault(
+        faulty.KeepsToItself(), "exports_what_it_computes", r"in the job and .* with the weights that leave it",
+        {"tolerance": 0.01, "steps": 2},
+    ),
     Fault(faulty_importer.Peeks(), "imports_no_other_area", r"faulty_importer.py:\d+ imports the area `comm`"),
     Fault(faulty_loader.Heavy(), "imports_no_other_area", "loads torch"),
     Fault(faulty.Whole(), "composes", "with parallel.fsdp: .*DTensor"),
