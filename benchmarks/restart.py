@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
 from benchmarks.rows import RESULTS
 from shoestring.core.errors import WorldError
-from shoestring.report.folder import read
+from shoestring.report.reading import read
 from shoestring.testing.netlab import SHARED, Job, Lab, netlab, netlab_available
 
 ROUNDS = 20

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.checkpoint.disk import MANIFEST, checked
-from shoestring.checkpoint.generation import Record
-from shoestring.checkpoint.part import Part
-from shoestring.checkpoint.peers import sets
-from shoestring.checkpoint.slots import SEAL, sealed
+from shoestring.checkpoint.format.manifest import Record
+from shoestring.checkpoint.format.part import Part
+from shoestring.checkpoint.tiers.disk import MANIFEST, checked
+from shoestring.checkpoint.tiers.peer_copies import sets
+from shoestring.checkpoint.tiers.slots import SEAL, sealed
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.pool import Pool
 

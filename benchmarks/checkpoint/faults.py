@@ -23,8 +23,8 @@ import torch.distributed as dist
 from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.checkpoint.disk import checked, manifests
-from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.tiers.disk import checked, manifests
+from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.pool import Pool
 

@@ -90,7 +90,7 @@ def stall(deadline: Deadline) -> Measured:
     import torch
 
     from shoestring.checkpoint import Tiered
-    from shoestring.checkpoint.checksum import crc32
+    from shoestring.checkpoint.format.checksum import crc32
     from shoestring.models.gpt import gpt1b
 
     with torch.device("cuda"):

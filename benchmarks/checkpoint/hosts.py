@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from benchmarks.restart import Trial
-from shoestring.checkpoint import peers
+from shoestring.checkpoint.tiers import peer_copies
 from shoestring.testing.netlab import Job, Lab, netlab, netlab_available
 
 HOSTS = 4
@@ -89,7 +89,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
         )
 
     def storage(_: Deadline) -> Measured:
-        of = peers.ParitySet((0, 1, 2, 3), (1 << 30,) * 4, (0,) * 4)
+        of = peer_copies.ParitySet((0, 1, 2, 3), (1 << 30,) * 4, (0,) * 4)
         return Measured(1 + of.segment / of.lengths[0], "bytes of a rank's part and of the parity that it keeps")
 
     what = "a host of four is lost with its memory and disk, and replaced, under FSDP without saves to disk; "

@@ -25,10 +25,10 @@ from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.disk import MANIFEST, checked, manifests
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
-from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.disk import MANIFEST, checked, manifests
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress

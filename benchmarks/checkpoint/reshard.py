@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from benchmarks.checkpoint.trainee import PATIENCE, fresh
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.checksum import CHUNK
+from shoestring.checkpoint.format.checksum import CHUNK
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress

@@ -23,10 +23,10 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from benchmarks.restart import environment
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import Attached
-from shoestring.checkpoint.peers import ParitySet, partner
-from shoestring.checkpoint.recovery import Choice, Recovery
-from shoestring.checkpoint.slots import Slot
-from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.recovery.search import Choice, Recovery
+from shoestring.checkpoint.tiers.peer_copies import ParitySet, partner
+from shoestring.checkpoint.tiers.slots import Slot
+from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.world import World
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
 

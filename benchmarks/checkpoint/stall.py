@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from benchmarks.checkpoint.trainee import fresh
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.staging import Copies
+from shoestring.checkpoint.tiers.staging import Copies
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World

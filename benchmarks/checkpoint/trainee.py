@@ -27,8 +27,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from shoestring.checkpoint import Tiered, attached
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.comm import PowerSGD
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature

@@ -16,7 +16,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.checkpoint.interval import Level, plan
+from shoestring.checkpoint.tiers.interval import Level, plan
 
 HOUR = 3600.0
 NARROWING = (2.0, 1.35, 1.12)  # the factors by which each grid goes both ways from the best point of the one before

@@ -19,7 +19,7 @@ from benchmarks.comm import peers
 from benchmarks.comm.methods import Method
 from benchmarks.comm.spec import Spec
 from shoestring import comm
-from shoestring.comm.wire import Wire
+from shoestring.comm.exchange.wire import Wire
 from shoestring.core.compose import attach
 from shoestring.core.job import Job
 from shoestring.core.task import call_model

@@ -17,8 +17,8 @@ def overhead(_: Deadline) -> Measured:
     import torch
 
     from shoestring import comm
-    from shoestring.comm.codec import Turn
-    from shoestring.comm.probing import coded
+    from shoestring.comm.auto.probing import coded
+    from shoestring.comm.codecs.codec import Turn
     from shoestring.models.gpt import gpt1b
 
     device = torch.device("cuda")
@@ -55,7 +55,7 @@ def fused(_: Deadline) -> Measured:
     """Bytes that selection with error feedback must move, over its time, as a share of what a copy reaches."""
     import torch
 
-    from shoestring.comm.fused import Sum, launch
+    from shoestring.comm.codecs.fused import Sum, launch
 
     device, n, k = torch.device("cuda"), 2**28, 2**18
     fresh, e, g = torch.randn(n, device=device), torch.randn(n, device=device), torch.empty(n, device=device)
@@ -88,7 +88,7 @@ def smoke(_: Deadline) -> Measured:
     import torch.distributed as dist
 
     from shoestring import comm
-    from shoestring.comm.wire import Wire
+    from shoestring.comm.exchange.wire import Wire
 
     with tempfile.TemporaryDirectory() as folder:
         device = torch.device("cuda", 0)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from shoestring import comm
 from shoestring._torch import GradBucket
-from shoestring.comm.codec import Codec, Coding, Grads, Turn
-from shoestring.comm.powersgd import PowerSGD, averaged
+from shoestring.comm.codecs.codec import Codec, Coding, Grads, Turn
+from shoestring.comm.codecs.powersgd import PowerSGD, averaged
 
 
 def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoestring import optim, parallel
-from shoestring.checkpoint.state import pack, unpack
+from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job

@@ -24,8 +24,8 @@ from benchmarks.comm.store import environment
 from benchmarks.comm.worker import sent_bytes
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring import comm
-from shoestring.comm.per_step import Exchange
-from shoestring.comm.wire import Wire
+from shoestring.comm.exchange.wire import Wire
+from shoestring.comm.settings.per_step import Exchange
 from shoestring.testing.netlab import netlab, netlab_available
 
 REPEATS = 10

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import span
     from shoestring.core.world import World
-    from shoestring.joining import join
-    from shoestring.mishaps import stop_on_signals
+    from shoestring.distributed.join import join
+    from shoestring.training.failures import stop_on_signals
 
 _HOME = {
     "Curve": "core.feature",
@@ -37,8 +37,8 @@ _HOME = {
     "compose": "core.compose",
     "span": "core.trace",
     "World": "core.world",
-    "join": "joining",
-    "stop_on_signals": "mishaps",
+    "join": "distributed.join",
+    "stop_on_signals": "training.failures",
     "load_model": "build",
 }
 

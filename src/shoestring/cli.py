@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+from shoestring.commands.checkpoint import Checkpoint
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
-from shoestring.saves import Checkpoint
 
 Workers = int | Literal["auto"]
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
@@ -42,12 +42,12 @@ class Train:
         resolved = run.load(self.source, overrides)
         workers = 0 if "RANK" in os.environ else _workers(self.workers)
         if workers > 1:
-            from shoestring.launch import launch
+            from shoestring.distributed.launch import launch
 
             return launch([*_debugging(), "train", self.source, *overrides], workers, self.restarts)
-        from shoestring.joining import join
-        from shoestring.report.record import Record
-        from shoestring.train import train
+        from shoestring.distributed.join import join
+        from shoestring.report.recorder import Record
+        from shoestring.training.loop import train
 
         with Record() as record, join(timeout=resolved.settings.timeout) as world:
             _quiet(world.first)
@@ -66,7 +66,7 @@ class Check:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
-        from shoestring.estimate import check
+        from shoestring.commands.check import check
 
         print("\n".join(check(run.load(self.source, overrides), self.workers)))
         return 0
@@ -89,12 +89,12 @@ class Plan:
         resolved = run.load(self.source, overrides)
         workers = 0 if "RANK" in os.environ else _workers(self.workers)
         if workers > 1:
-            from shoestring.launch import launch
+            from shoestring.distributed.launch import launch
 
             given = ["--out", str(self.out)] if self.out else []
             return launch([*_debugging(), "plan", self.source, *given, *overrides], workers)
-        from shoestring.joining import join
-        from shoestring.planner import beside, described, plan, write
+        from shoestring.commands.plan import beside, described, plan, write
+        from shoestring.distributed.join import join
 
         with join(timeout=resolved.settings.timeout) as world:
             _quiet(world.first)
@@ -127,7 +127,7 @@ class Generate:
     """The same seed gives the same text."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring.generation import stream
+        from shoestring.commands.generate import stream
 
         pieces = stream(self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
         sys.stdout.write(self.prompt + next(pieces, ""))  # whatever is wrong shows before anything is printed
@@ -150,11 +150,11 @@ class Probe:
     def __call__(self, overrides: Sequence[str]) -> int:
         workers = 0 if "RANK" in os.environ else _workers(self.workers)
         if workers > 1:
-            from shoestring.launch import launch
+            from shoestring.distributed.launch import launch
 
             return launch([*_debugging(), "probe", "--out", str(self.out)], workers)
-        from shoestring.joining import join
-        from shoestring.probe import described, probe, write
+        from shoestring.commands.probe import described, probe, write
+        from shoestring.distributed.join import join
 
         with join() as world:
             _quiet(world.first)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint import files
-from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.tiers import file_acts
+from shoestring.checkpoint.tiers.file_acts import Files
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Makes starts of one run, which all end at the end; (engine, state, progress) each."""
-    monkeypatch.setattr(files, "WAIT", 0.2)
+    monkeypatch.setattr(file_acts, "WAIT", 0.2)
     engines = []
 
     def begin(acts=None, memory="", keep=1):

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoestring.checkpoint import peers
-from shoestring.checkpoint.circle import Circle
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Generation
-from shoestring.checkpoint.slots import Slot
+from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.tiers import peer_copies
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.testing.scenarios import here
 
 
@@ -24,16 +24,16 @@ def rebuilds(*, folder: str, lengths: list[int], lost: int, holders: dict[str, i
     world = here()
     circle = Circle.of(world)
     slot = Slot(Path(folder) / f"held-{world.rank}", Files())
-    of = peers.parity_set(circle, 1, world.size, part(world.rank, lengths[world.rank]))
-    peers.encode(circle, of, part(world.rank, lengths[world.rank]), slot, Generation(1, 0, "a", world.size, 1))
-    parity = slot.parts([peers.PARITY])[f"{peers.PARITY}-{world.rank}"]
+    of = peer_copies.parity_set(circle, 1, world.size, part(world.rank, lengths[world.rank]))
+    peer_copies.encode(circle, of, part(world.rank, lengths[world.rank]), slot, Generation(1, 0, "a", world.size, 1))
+    parity = slot.parts([peer_copies.PARITY])[f"{peer_copies.PARITY}-{world.rank}"]
     parities = [
         torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in circle.gather(parity.numpy().tobytes())
     ]
     mine = [int(rank) for rank, holder in holders.items() if holder == world.rank]
     into = torch.empty(lengths[lost] if world.rank == builder else 0, dtype=torch.uint8)
-    how = peers.Rebuild(of, lost, {int(rank): holder for rank, holder in holders.items()}, builder)
-    good = peers.rebuild(
+    how = peer_copies.Rebuild(of, lost, {int(rank): holder for rank, holder in holders.items()}, builder)
+    good = peer_copies.rebuild(
         circle, how, {rank: part(rank, lengths[rank]) for rank in mine}, {rank: parities[rank] for rank in mine}, into
     )
     circle.close()

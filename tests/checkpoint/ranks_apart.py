@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import Setting, Trainee
-from shoestring.checkpoint import circle as circle_module
-from shoestring.checkpoint import peers
-from shoestring.checkpoint.circle import Circle
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Generation
-from shoestring.checkpoint.slots import Slot, seals
+from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.tiers import peer_copies
+from shoestring.checkpoint.tiers import save_group as circle_module
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.slots import Slot, seals
 from shoestring.testing.scenarios import here
 
 CHUNKS = 9 << 20  # bytes of each rank's own state: three chunks
@@ -114,7 +114,7 @@ def copied(*, folder: str) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Circle, "swap", flipping)
             part = torch.arange(100, dtype=torch.uint8)
-            peers.copy(circle, 1, part, slot, Generation(1, 0, "ab", 2, 1))
+            peer_copies.copy(circle, 1, part, slot, Generation(1, 0, "ab", 2, 1))
         return ""
     except ConnectionError as error:
         return str(error)

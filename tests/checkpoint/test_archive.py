@@ -9,11 +9,12 @@ import saving_ranks
 import torch
 from safetensors.torch import load_file
 
-from shoestring.archive import Archive, users
 from shoestring.build import load_model
-from shoestring.checkpoint import Plain, files
-from shoestring.checkpoint.claim import LOCK
+from shoestring.checkpoint import Plain
+from shoestring.checkpoint.tiers import file_acts
+from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.cli import main
+from shoestring.commands.archive import Archive, users
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
@@ -199,7 +200,7 @@ def test_hf_needs_a_model_with_such_a_layout(dead, capsys, tmp_path):
 
 def test_prune_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     acts = []
-    monkeypatch.setattr(files.Files, "before", lambda _, act, path, *__: acts.append((act, path.name)))
+    monkeypatch.setattr(file_acts.Files, "before", lambda _, act, path, *__: acts.append((act, path.name)))
     (run / "checkpoints/.step-00000001-0000-abc.tmp").mkdir()
     old = of(run, 2)
     gone = told(capsys, "prune", run, "--keep", 1)
@@ -221,7 +222,7 @@ def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
         (saves / name).write_bytes(b"")
     left = saves / ".step-00000009-0000-abc.0123456789abcdef.tmp"
     left.mkdir()
-    lock = files.Files().lock(saves / LOCK, "another process")
+    lock = file_acts.Files().lock(saves / LOCK, "another process")
     before = sorted(saves.rglob("*"))
     assert told(capsys, "prune", run, "--keep", 1) == []  # it is going on
     assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()

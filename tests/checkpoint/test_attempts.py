@@ -16,12 +16,12 @@ from benchmarks.checkpoint.faults import copied, listening
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import engine_of
 from benchmarks.checkpoint.trainee import context
-from shoestring.checkpoint import attempts
-from shoestring.checkpoint.attempts import MOST, Attempts
-from shoestring.checkpoint.circle import Circle
-from shoestring.checkpoint.disk import MARK, UNDER_WAY, manifests
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.recovery import attempts
+from shoestring.checkpoint.recovery.attempts import MOST, Attempts
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.disk import MARK, UNDER_WAY, manifests
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.save_group import Circle
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.pool import Pool
 
@@ -30,8 +30,8 @@ import logging, os, signal, sys
 from pathlib import Path
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.recovery.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 root, deadly, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 engine, state, progress = engine_of(root, 0, 1, Files())

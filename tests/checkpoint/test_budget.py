@@ -14,10 +14,10 @@ from benchmarks.checkpoint.faults import listening, tmpfs
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring import checkpoint
-from shoestring.checkpoint import budget
-from shoestring.checkpoint.budget import HELD, OWN, STAGING
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers import budget
+from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
+from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import ConfigError
 from shoestring.testing.pool import Pool
 
@@ -191,7 +191,7 @@ import sys, torch
 from dataclasses import replace
 from pathlib import Path
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.tiers.file_acts import Files
 group, folder, budget = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 activations = int(sys.argv[4])
 engine, state, progress = engine_of(folder, 0, 1, Files())

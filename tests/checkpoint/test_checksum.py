@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoestring.checkpoint import checksum
-from shoestring.checkpoint.checksum import CHUNK, sums, threads_beside
+from shoestring.checkpoint.format import checksum
+from shoestring.checkpoint.format.checksum import CHUNK, sums, threads_beside
 
 
 @pytest.fixture(params=["isal", "zlib"])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint import damage
 from benchmarks.checkpoint.damage import corrupted, places
 from benchmarks.checkpoint.known import Setting, Trainee
-from shoestring.checkpoint.part import Part
+from shoestring.checkpoint.format.part import Part
 from shoestring.testing.pool import Pool
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoestring.checkpoint import Plain, Tiered
-from shoestring.checkpoint.disk import MANIFEST
+from shoestring.checkpoint.tiers.disk import MANIFEST
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError
 from shoestring.core.feature import Feature

@@ -14,15 +14,15 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from saving_ranks import digest
 
-from shoestring.archive import Archive
-from shoestring.checkpoint import dcp, exports, pickles
-from shoestring.checkpoint.disk import Disk
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Record
-from shoestring.checkpoint.layout import DTYPES, Box
-from shoestring.checkpoint.pickles import Call, inert, plain
+from shoestring.checkpoint.format.layout import DTYPES, Box
+from shoestring.checkpoint.format.manifest import Record
+from shoestring.checkpoint.interop import dcp, exports, pickles
+from shoestring.checkpoint.interop.pickles import Call, inert, plain
+from shoestring.checkpoint.tiers.disk import Disk
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.commands.archive import Archive
+from shoestring.commands.interchange import export, take_in
 from shoestring.core.errors import CheckpointError
-from shoestring.interchange import export, take_in
 from shoestring.testing.pool import Pool
 
 KINDS = ("one", "ddp", "fsdp")

@@ -13,8 +13,8 @@ from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, injected, listening, named, tmpfs
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.testing.pool import Pool
 
 POINTS = 16  # benchmarks/checkpoint tries 120

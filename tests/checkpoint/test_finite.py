@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.known import Setting, Trainee, trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.testing.pool import Pool
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.checkpoint import disk
-from shoestring.checkpoint.checksum import CHUNK
-from shoestring.checkpoint.generation import FORMAT, LIMIT, Entry, Generation, Record
-from shoestring.checkpoint.slots import SEAL, seals
+from shoestring.checkpoint.format.checksum import CHUNK
+from shoestring.checkpoint.format.manifest import FORMAT, LIMIT, Entry, Generation, Record
+from shoestring.checkpoint.tiers import disk
+from shoestring.checkpoint.tiers.slots import SEAL, seals
 from shoestring.core.errors import CheckpointError
 
 counts = st.integers(0, (1 << 60) - 1)

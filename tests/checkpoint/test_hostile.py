@@ -14,17 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from shoestring.archive import Archive
-from shoestring.checkpoint import attempts, dcp, disk, exports, plain, tree
-from shoestring.checkpoint.checksum import crc32, sums
-from shoestring.checkpoint.circle import Circle
-from shoestring.checkpoint.generation import Entry, Generation, Record
-from shoestring.checkpoint.part import Part
-from shoestring.checkpoint.reader import DISK, Offer
-from shoestring.checkpoint.recovery import Recovery
-from shoestring.checkpoint.resume import load
-from shoestring.checkpoint.slots import SEAL, sealed
-from shoestring.checkpoint.state import pack, unpack
+from shoestring.checkpoint.format import tree
+from shoestring.checkpoint.format.checksum import crc32, sums
+from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.part import Part
+from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.checkpoint.interop import dcp, exports
+from shoestring.checkpoint.recovery import attempts
+from shoestring.checkpoint.recovery.reader import DISK, Offer
+from shoestring.checkpoint.recovery.resume import load
+from shoestring.checkpoint.recovery.search import Recovery
+from shoestring.checkpoint.tiers import disk, plain
+from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.slots import SEAL, sealed
+from shoestring.commands.archive import Archive
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.world import World

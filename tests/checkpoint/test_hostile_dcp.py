@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_hostile import soon
 
-from shoestring.checkpoint import dcp, pickles, tree
+from shoestring.checkpoint.format import tree
+from shoestring.checkpoint.interop import dcp, pickles
 from shoestring.core.errors import CheckpointError
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from shoestring import checkpoint
-from shoestring.checkpoint.staging import Stager
+from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.core.compose import attach
 
 

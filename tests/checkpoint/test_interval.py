@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.checkpoint import interval
-from shoestring.checkpoint.interval import PRIORS, Level, Rate, Rates, plan, waste
+from shoestring.checkpoint.tiers import interval
+from shoestring.checkpoint.tiers.interval import PRIORS, Level, Rate, Rates, plan, waste
 from shoestring.core.errors import ConfigError
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -329,7 +329,7 @@ def test_only_arithmetic_that_rounds_alike_everywhere_decides():
 
 
 def test_intervals_need_no_torch():
-    told = "import shoestring.checkpoint.interval, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    told = "import shoestring.checkpoint.tiers.interval, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

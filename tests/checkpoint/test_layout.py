@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.checkpoint.layout import KINDS, PRIVATE, REST, SHARE, Box, Leaf, divided, sources
+from shoestring.checkpoint.format.layout import KINDS, PRIVATE, REST, SHARE, Box, Leaf, divided, sources
 
 EXTENT = 5  # of the arrays in which boxes are marked
 

@@ -12,14 +12,14 @@ import pytest
 from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint import disk
 from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.claim import LOCK
-from shoestring.checkpoint.disk import manifests
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.history import HISTORY, History
-from shoestring.checkpoint.resume import resume
-from shoestring.checkpoint.tiered import REPLACED, Engine
+from shoestring.checkpoint.format.history import HISTORY, History
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers import disk
+from shoestring.checkpoint.tiers.claim import LOCK
+from shoestring.checkpoint.tiers.disk import manifests
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.tiered import REPLACED, Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
 
@@ -87,7 +87,7 @@ import signal, sys
 from pathlib import Path
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint.files import Files
+from shoestring.checkpoint.tiers.file_acts import Files
 engine, state, progress = engine_of(Path(sys.argv[1]), 0, 1, Files())
 trained(engine, state, progress, range(1, 3))
 print("there", flush=True)

@@ -3,7 +3,7 @@
 import pytest
 from parity_ranks import gathers, rebuilds
 
-from shoestring.checkpoint.peers import _STRIDE
+from shoestring.checkpoint.tiers.peer_copies import _STRIDE
 from shoestring.core.world import HEAD
 from shoestring.testing.pool import Pool
 

@@ -111,7 +111,7 @@ def test_a_save_of_another_model_is_refused_by_name(tmp_path):
 
 
 def test_a_save_of_another_format_is_refused(tmp_path):
-    from shoestring.checkpoint.state import pack
+    from shoestring.checkpoint.format.state import pack
 
     (tmp_path / name(1)).write_bytes(pack({"format": 99}))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoestring import archive, checkpoint
+from shoestring import checkpoint
 from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.slots import seals
+from shoestring.checkpoint.tiers.slots import seals
+from shoestring.commands import archive
 from shoestring.core.errors import ShoestringError
 from shoestring.core.world import World
 from shoestring.storage.guarded import open_regular, private_folder

@@ -13,14 +13,14 @@ from benchmarks.checkpoint.damage import STEPS
 from benchmarks.checkpoint.faults import copied, listening
 from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.checkpoint.power import engine_of
-from shoestring.checkpoint.budget import OWN
-from shoestring.checkpoint.disk import Disk
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Generation, Record
-from shoestring.checkpoint.layout import Box, Leaf
-from shoestring.checkpoint.part import Draft
-from shoestring.checkpoint.plain import saves
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.format.layout import Box, Leaf
+from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.part import Draft
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.budget import OWN
+from shoestring.checkpoint.tiers.disk import Disk
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.plain import saves
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.pool import Pool
 

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint.disk import checked, manifests
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.resume import resume
+from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers.disk import checked, manifests
+from shoestring.checkpoint.tiers.file_acts import Files
 
 
 class Flipping(Files):

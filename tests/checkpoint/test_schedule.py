@@ -9,8 +9,8 @@ import pytest
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.schedule import LEVELS, Schedule
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.save_schedule import LEVELS, Schedule
 
 
 def planned(schedule, steps, seconds=0.0, step=10.0):

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.checkpoint.checksum import sums
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Generation
-from shoestring.checkpoint.part import ROOM, Part
-from shoestring.checkpoint.slots import Slot
-from shoestring.checkpoint.staging import BATCH, Stager
-from shoestring.checkpoint.tree import decode
+from shoestring.checkpoint.format.checksum import sums
+from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.part import ROOM, Part
+from shoestring.checkpoint.format.tree import decode
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.slots import Slot
+from shoestring.checkpoint.tiers.staging import BATCH, Stager
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.world import World

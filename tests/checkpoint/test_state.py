@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.checkpoint.state import pack, unpack
+from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.errors import CheckpointError
 
 DTYPES = [

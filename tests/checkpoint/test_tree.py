@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from test_state import same
 
 from shoestring import checkpoint
-from shoestring.checkpoint import exports, tree
-from shoestring.checkpoint.disk import Disk, manifests
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.generation import Generation, Record
-from shoestring.checkpoint.layout import Box, Leaf
-from shoestring.checkpoint.part import Draft
-from shoestring.checkpoint.staging import Content, Frame
-from shoestring.checkpoint.state import pack, unpack
+from shoestring.checkpoint.format import tree
+from shoestring.checkpoint.format.layout import Box, Leaf
+from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.part import Draft
+from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.checkpoint.interop import exports
+from shoestring.checkpoint.tiers.disk import Disk, manifests
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.staging import Content, Frame
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Kept
 from shoestring.core.world import World

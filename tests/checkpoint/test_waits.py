@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint import waits
-from shoestring.checkpoint.files import Files
-from shoestring.checkpoint.slots import SEAL
-from shoestring.checkpoint.waits import result_of, stop
+from shoestring.checkpoint.tiers import waits
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.slots import SEAL
+from shoestring.checkpoint.tiers.waits import result_of, stop
 from shoestring.core.errors import CheckpointError
 
 

@@ -23,7 +23,7 @@ from benchmarks.checkpoint.waste import (
 )
 from benchmarks.harness import Deadline, OutOfBudget
 from benchmarks.rows import unique
-from shoestring.checkpoint.interval import Level, waste
+from shoestring.checkpoint.tiers.interval import Level, waste
 
 TINY = Sizes(events=120, runs=8, final_events=600, final_runs=16, points=3)
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from shoestring.comm import attach, wire
-from shoestring.comm.ddp import in_memory_order
+from shoestring.comm import attach
+from shoestring.comm.exchange import wire
+from shoestring.comm.exchange.ddp_hook import in_memory_order
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
 from shoestring.core.feature import Feature, Phase, Seam

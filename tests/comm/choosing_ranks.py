@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from shoestring import comm, parallel
-from shoestring.comm.choosing import rebucket
-from shoestring.comm.deciding import Choice
-from shoestring.comm.trial import Trial
+from shoestring.comm.auto.choosing import rebucket
+from shoestring.comm.auto.deciding import Choice
+from shoestring.comm.auto.trial import Trial
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
-from shoestring.meter import Meter
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
+from shoestring.training.throughput import Meter
 
 
 def made(allow: tuple[str, ...] = ()) -> Job:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from shoestring.comm.fused import Sum, Taken, take
+from shoestring.comm.codecs.fused import Sum, Taken, take
 
 
 def take_by_torch(terms: Sum, threshold: torch.Tensor, room: int) -> Taken:

@@ -8,10 +8,10 @@ import triton  # pyright: ignore[reportMissingImports]
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-from shoestring.comm.fused import BLOCK
-from shoestring.comm.fused_kernel import split
-from shoestring.comm.lowrank import LEFT, MOST, OUTER, WIDE
-from shoestring.comm.lowrank_kernel import left, outer, right
+from shoestring.comm.codecs.fused import BLOCK
+from shoestring.comm.codecs.fused_kernel import split
+from shoestring.comm.codecs.lowrank import LEFT, MOST, OUTER, WIDE
+from shoestring.comm.codecs.lowrank_kernel import left, outer, right
 
 SPLIT = {"n": "i64", "scale": "fp32", "momentum": "fp32", "room": "i32", "indices": "*i64", "count": "*i32"}
 LOW_RANK = {"g": "*bf16", "n": "i32", "m": "i32", "r": "i32"}

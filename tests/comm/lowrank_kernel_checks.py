@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from shoestring.comm import fused, lowrank
-from shoestring.comm.lowrank import Matrix, decode, leave, products, project
-from shoestring.comm.powersgd import PowerSGD
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs import fused, lowrank
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.lowrank import Matrix, decode, leave, products, project
+from shoestring.comm.codecs.powersgd import PowerSGD
 
 
 def drawn(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> tuple[Matrix, Matrix]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoestring.comm.codec import Codec, Gather, Grads, Mean, Swap, Turn
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs.codec import Codec, Gather, Grads, Mean, Swap, Turn
+from shoestring.comm.codecs.lockstep import rehearse
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "none": (0, 4), "long": (1030,), "conv": (6, 4, 3, 3), "scalar": ()}
 RANKS = 3

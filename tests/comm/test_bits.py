@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.comm.bits import decode_indices, encode_indices, index_bytes, pack, packed_bytes, unpack
+from shoestring.comm.codecs.bits import decode_indices, encode_indices, index_bytes, pack, packed_bytes, unpack
 
 
 @given(bits=st.integers(1, 32), rows=st.integers(1, 3), count=st.integers(0, 70), seed=st.integers(0, 99))

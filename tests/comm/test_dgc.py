@@ -10,8 +10,8 @@ import sparse_ranks as contract
 import torch
 from sparse_ranks import RANKS, SHAPES, gradients, mean
 
-from shoestring.comm.dgc import DGC
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs.dgc import DGC
+from shoestring.comm.codecs.lockstep import rehearse
 
 VARIANTS = [
     partial(DGC, 0.05),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from shoestring.comm.fragments import shared_out, units
+from shoestring.comm.local.fragments import shared_out, units
 from shoestring.testing import jobs
 
 

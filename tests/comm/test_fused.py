@@ -10,11 +10,11 @@ import sparse_ranks as contract
 import torch
 from sparse_ranks import RANKS, gradients
 
-from shoestring.comm import fused
-from shoestring.comm.dgc import DGC
-from shoestring.comm.fused import Sum
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.topk import TopK
+from shoestring.comm.codecs import fused
+from shoestring.comm.codecs.dgc import DGC
+from shoestring.comm.codecs.fused import Sum
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.topk import TopK
 
 VARIANTS = [
     partial(TopK, 0.05),

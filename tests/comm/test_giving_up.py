@@ -9,16 +9,16 @@ import pytest
 import torch
 from sparse_ranks import RANKS, gradients
 
-from shoestring.comm.codec import Codec, Coding, Grads, Mean, Turn
-from shoestring.comm.dense import Dense
-from shoestring.comm.oktopk import OkTopK
-from shoestring.comm.powersgd import PowerSGD
-from shoestring.comm.quantize import Quantize
-from shoestring.comm.rehearsal import answered, rehearse
-from shoestring.comm.select import Selected, Uniform
-from shoestring.comm.selective import Selective
-from shoestring.comm.sign import Sign
-from shoestring.comm.wire import Wire
+from shoestring.comm.codecs.codec import Codec, Coding, Grads, Mean, Turn
+from shoestring.comm.codecs.dense import Dense
+from shoestring.comm.codecs.lockstep import answered, rehearse
+from shoestring.comm.codecs.oktopk import OkTopK
+from shoestring.comm.codecs.powersgd import PowerSGD
+from shoestring.comm.codecs.quantize import Quantize
+from shoestring.comm.codecs.sign import Sign
+from shoestring.comm.exchange.wire import Wire
+from shoestring.comm.selection.select import Selected, Uniform
+from shoestring.comm.selection.selective import Selective
 
 
 def feedback() -> Quantize:

@@ -16,7 +16,7 @@ from by_hand import Replicas, Weights, apart, copied, outer_step, train
 
 from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
-from shoestring.comm.local_state import averaged
+from shoestring.comm.local.outer_state import averaged
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.job import Job

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
-from shoestring.comm.oktopk import OkTopK, boundaries
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.topk import TopK
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.oktopk import OkTopK, boundaries
+from shoestring.comm.codecs.topk import TopK
 
 VARIANTS = [
     partial(OkTopK, 0.05),

@@ -17,17 +17,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import choosing_ranks
 
 from shoestring.cli import main
-from shoestring.comm import Auto, pricing
-from shoestring.comm.auto import exchange, parsed
-from shoestring.comm.codec import Turn
-from shoestring.comm.coordinator import dealt
-from shoestring.comm.deciding import Choice, Evidence, Seen, decided, doubt
-from shoestring.comm.dense import Dense
-from shoestring.comm.powersgd import PowerSGD
-from shoestring.comm.pricing import Cost
-from shoestring.comm.probing import Coded, coded, fitted, separated
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.selective import Selective
+from shoestring.comm import Auto
+from shoestring.comm.auto import pricing
+from shoestring.comm.auto.deciding import Choice, Evidence, Seen, decided, doubt
+from shoestring.comm.auto.pricing import Cost
+from shoestring.comm.auto.probing import Coded, coded, fitted, separated
+from shoestring.comm.codecs.codec import Turn
+from shoestring.comm.codecs.dense import Dense
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.powersgd import PowerSGD
+from shoestring.comm.exchange.coordinator import dealt
+from shoestring.comm.selection.selective import Selective
+from shoestring.comm.settings.auto import exchange, parsed
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.trace import Trace

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoestring.comm.codec import Grads
-from shoestring.comm.powersgd import PowerSGD, orthogonalise
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs.codec import Grads
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.powersgd import PowerSGD, orthogonalise
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (10, 40), "bias": (16,), "conv": (12, 4, 3, 3)}
 RANKS = 3
@@ -126,7 +126,7 @@ def test_finds_the_low_rank_that_is_there(alternate):
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_giving_up_leaves_what_was(alternate):
-    from shoestring.comm.codec import Turn
+    from shoestring.comm.codecs.codec import Turn
 
     codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
     for step in range(3):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.comm.buckets import Layout
-from shoestring.comm.codec import Grads, Turn
-from shoestring.comm.quantize import Quantize, add_noise_
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs.buckets import Layout
+from shoestring.comm.codecs.codec import Grads, Turn
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.quantize import Quantize, add_noise_
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
 RANKS = 3
@@ -70,7 +70,7 @@ def test_blocks_do_not_change_what_comes_out(rounding, monkeypatch):
     """As in one block, which other devices work with; noise is drawn in the same order."""
     found: list[list[torch.Tensor]] = []
     for block in (64, 2**20):
-        monkeypatch.setattr("shoestring.comm.buckets.BLOCK", block)
+        monkeypatch.setattr("shoestring.comm.codecs.buckets.BLOCK", block)
         codecs = [Quantize(4, bucket=7, rounding=rounding, feedback=True) for _ in range(RANKS)]
         grads = gradients(0)
         for step in range(3):

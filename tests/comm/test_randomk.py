@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import RANKS, SHAPES, gradients, mean
 
-from shoestring.comm.randomk import RandomK
-from shoestring.comm.rehearsal import rehearse
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.randomk import RandomK
 
 CPU = torch.device("cpu")
 VARIANTS = [partial(RandomK, 0.05), partial(RandomK, 0.3, block=1), partial(RandomK, 0.1, block=64, seed=3)]

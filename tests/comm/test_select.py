@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring import comm
-from shoestring.comm.codec import Grads, Make, Turn
-from shoestring.comm.dense import Dense
-from shoestring.comm.hypernetwork import Hypernetwork, forward, log2, probability, product
-from shoestring.comm.knapsack import Knapsack, best, exact
-from shoestring.comm.quantize import Quantize
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.select import Layers, Selected, Selector, Uniform, price_of
+from shoestring.comm.codecs.codec import Grads, Make, Turn
+from shoestring.comm.codecs.dense import Dense
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.quantize import Quantize
+from shoestring.comm.selection.hypernetwork import Hypernetwork, forward, log2, probability, product
+from shoestring.comm.selection.knapsack import Knapsack, best, exact
+from shoestring.comm.selection.select import Layers, Selected, Selector, Uniform, price_of
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
 

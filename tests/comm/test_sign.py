@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.comm.codec import Grads
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.sign import Sign
+from shoestring.comm.codecs.codec import Grads
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.sign import Sign
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,)}
 RANKS = 3

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.comm.codec import Gather, Grads, Turn
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.sparseloco import CHUNK, ChunkedTopK, quantized, restored
+from shoestring.comm.codecs.codec import Gather, Grads, Turn
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.sparseloco import CHUNK, ChunkedTopK, quantized, restored
 
 SHAPES = {"matrix": (96, 100), "bias": (33,), "scalar": (), "empty": (0, 4), "exact": (64, 64)}
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from shoestring.comm.codec import Grads, Turn
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.terngrad import TernGrad
+from shoestring.comm.codecs.codec import Grads, Turn
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.terngrad import TernGrad
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "one": ()}
 RANKS = 3

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
-from shoestring.comm.rehearsal import rehearse
-from shoestring.comm.topk import TopK, chunk_topk, decode_values, encode_values, entries, exact, mstopk, sampled
+from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.topk import TopK, chunk_topk, decode_values, encode_values, entries, exact, mstopk, sampled
 
 VARIANTS = [
     partial(TopK, 0.05),

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
 from shoestring import comm
-from shoestring.comm import worker
-from shoestring.comm.coordinator import Coordinator
-from shoestring.comm.dense import Dense
-from shoestring.comm.route import Route
-from shoestring.comm.wire import Wire
-from shoestring.comm.worker import Task, Worker
+from shoestring.comm.codecs.dense import Dense
+from shoestring.comm.exchange import worker
+from shoestring.comm.exchange.coordinator import Coordinator
+from shoestring.comm.exchange.route import Route
+from shoestring.comm.exchange.wire import Wire
+from shoestring.comm.exchange.worker import Task, Worker
 from shoestring.core.errors import PeerError, ShoestringError
 from shoestring.core.feature import HOSTS
 from shoestring.core.world import World

@@ -24,7 +24,7 @@ from shoestring.core.kept import ModelState, Progress
 from shoestring.core.world import World
 from shoestring.run import parse
 from shoestring.testing import jobs
-from shoestring.train import train
+from shoestring.training.loop import train
 
 SHAPE = (2, 2)  # hosts x ranks of a host
 SAMPLES, LENGTH = 24, jobs.SEQUENCE

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoestring import parallel, run
+from shoestring.commands.check import check
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import AREAS
 from shoestring.core.world import World
-from shoestring.estimate import check
 from shoestring.testing.clauses import _round_trip
 from tools import reference
 

@@ -13,8 +13,8 @@ from shoestring.core.job import Job
 from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
-from shoestring.feed import moved
 from shoestring.testing.pool import Pool
+from shoestring.training.data_loading import moved
 
 
 def model(words=11):

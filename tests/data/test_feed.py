@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shoestring import feed as feeds
 from shoestring.core.errors import ShoestringError
 from shoestring.core.world import World
 from shoestring.run import load
 from shoestring.testing.pool import Pool
+from shoestring.training import data_loading as feeds
 
 TEXT = "\n".join(f"line {number} of {number * number}" for number in range(4000))
 

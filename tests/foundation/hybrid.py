@@ -10,7 +10,7 @@ import torch
 from scenarios import losses
 
 from shoestring import parallel
-from shoestring.joining import join
+from shoestring.distributed.join import join
 
 
 def main(out: Path) -> None:

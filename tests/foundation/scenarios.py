@@ -11,15 +11,15 @@ import torch
 import toy
 
 from shoestring import comm, optim, parallel
-from shoestring.checkpoint.state import unpack
+from shoestring.checkpoint.format.state import unpack
 from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError, ShoestringError
 from shoestring.core.job import Job
 from shoestring.core.task import call_model
 from shoestring.core.world import World
-from shoestring.joining import gloo_threads, join
+from shoestring.distributed.join import gloo_threads, join
 from shoestring.run import parse
-from shoestring.train import train
+from shoestring.training.loop import train
 
 STEPS = 20
 SETTINGS = (optim.AdamW(lr=3e-3), optim.Clip(max_norm=0.5), optim.Schedule(warmup=5))

@@ -12,7 +12,7 @@ from shoestring import report
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.run import parse
-from shoestring.train import train
+from shoestring.training.loop import train
 
 
 class Memory:

@@ -8,7 +8,7 @@ import pytest
 
 from shoestring import optim
 from shoestring.core.kept import Progress
-from shoestring.train import PACE_STEPS, REPLAN, plan
+from shoestring.training.loop import PACE_STEPS, REPLAN, plan
 
 
 def rates(shape: str, paces: tuple[float, float], change: int, minutes: float = 1.0) -> list[float]:

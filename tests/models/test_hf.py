@@ -12,11 +12,11 @@ from shoestring.cli import main
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer, train_bpe
-from shoestring.feed import tokenizer_of
 from shoestring.models import hf
 from shoestring.run import load
 from shoestring.testing.pool import Pool
-from shoestring.train import train
+from shoestring.training.data_loading import tokenizer_of
+from shoestring.training.loop import train
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from shoestring.ending import repeated
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, newest_step
+from shoestring.training.finish import repeated
 
 VALUES = {
     "loss": 2.1341,

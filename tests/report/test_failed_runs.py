@@ -13,9 +13,9 @@ import pytest
 from shoestring import report
 from shoestring.cli import main
 from shoestring.core.errors import NonFiniteError, PeerError
-from shoestring.report import digest, history
-from shoestring.report.folder import read
-from shoestring.report.record import Record
+from shoestring.report import digest, history_file
+from shoestring.report.reading import read
+from shoestring.report.recorder import Record
 from tests.report import failing
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_an_end_is_an_end_again_after_a_failure_and_the_page_lists_the_starts(ru
     assert main(["train", str(path)]) == 0
     text = page_of(path)
     assert "✓ finished" in text and 'class="failure"' not in text and "<h2>Starts and ends</h2>" in text
-    events = [event["event"] for event in history.read(path.parent / "out")]
+    events = [event["event"] for event in history_file.read(path.parent / "out")]
     assert events == ["started", "failed", "started", "finished"]
 
 
@@ -163,7 +163,7 @@ def test_the_cause_is_the_first_failure_that_is_not_the_loss_of_another_rank(new
     failed(folder, 0, PeerError("rank 0 has lost rank 1"))
     failed(folder, 2, RuntimeError("boom"))
     failed(folder, 3, NonFiniteError("late"))
-    event = history.cause(history.read(folder.path))
+    event = history_file.cause(history_file.read(folder.path))
     assert (event["rank"], event["message"]) == (2, "RuntimeError: boom")
     text = report.write(folder.path).read_text("utf-8")
     assert "<dt>Ranks that failed too</dt><dd>0, 3</dd>" in text
@@ -171,7 +171,7 @@ def test_the_cause_is_the_first_failure_that_is_not_the_loss_of_another_rank(new
 
 def test_results_of_an_earlier_end_are_not_those_of_a_run_that_failed_since(new):
     folder = new().metrics().summary(status="stopped", bits_per_byte={"held out": 0.123})
-    history.add(folder.path, "stopped", rank=0, step=20)
+    history_file.add(folder.path, "stopped", rank=0, step=20)
     assert digest.results(read(folder.path))["held-out bits per byte"] == 0.123
     failed(folder, 0, RuntimeError("boom"))
     run = read(folder.path)
@@ -181,15 +181,15 @@ def test_results_of_an_earlier_end_are_not_those_of_a_run_that_failed_since(new)
 
 def test_a_line_cut_short_hides_no_other_event(new):
     folder = new().metrics()
-    (folder.path / history.FILE).write_text('{"event": "started", "step": 0}\n{"event": "fini')
-    history.add(folder.path, "failed", rank=0, step=3, message="x")
-    assert [event["event"] for event in history.read(folder.path)] == ["started", "failed"]
+    (folder.path / history_file.FILE).write_text('{"event": "started", "step": 0}\n{"event": "fini')
+    history_file.add(folder.path, "failed", rank=0, step=3, message="x")
+    assert [event["event"] for event in history_file.read(folder.path)] == ["started", "failed"]
 
 
 @pytest.mark.parametrize("line", ["5", "[]", '{"event": 3}', '{"event": "failed"}', '{"event": "lost", "time": "x"}'])
 def test_a_damaged_history_is_no_error(new, line, hostile):
     folder = new().metrics()
-    (folder.path / history.FILE).write_text(
+    (folder.path / history_file.FILE).write_text(
         line + "\n" + json.dumps({"event": "failed", "time": 1e300, "step": [], "rank": hostile, "message": hostile})
     )
     text = report.write(folder.path).read_text("utf-8")

@@ -7,10 +7,10 @@ from shoestring.core.errors import PeerError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.world import World
-from shoestring.meter import Meter
-from shoestring.report.folder import read
+from shoestring.report.reading import read
 from shoestring.report.sinks import JsonLines
 from shoestring.testing import jobs
+from shoestring.training.throughput import Meter
 
 
 def rows_of(tmp_path, phase):

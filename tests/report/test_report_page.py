@@ -13,7 +13,7 @@ import pytest
 from shoestring import report
 from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.report import curves, page, sections
-from shoestring.report.folder import read
+from shoestring.report.reading import read
 
 
 class Outline(HTMLParser):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError
 from shoestring.report import curves, digest, figures
-from shoestring.report.folder import flat, read
+from shoestring.report.reading import flat, read
 
 
 def test_a_repeated_step_counts_once_and_the_later_wins(new):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoestring import build
-from shoestring.checkpoint.state import pack
+from shoestring.checkpoint.format.state import pack
 from shoestring.core.job import Job
 from shoestring.data.tokens import TokenWriter
 from shoestring.models.gpt import GPT, GPTConfig
@@ -134,7 +134,7 @@ def test_folders_that_are_made_are_durable(tmp_path, monkeypatch):
 def test_a_save_in_one_file_makes_the_folders_above_it_durable(tmp_path, monkeypatch):
     """Also those that something else has made: without its run folder, a save is lost with the power."""
     from shoestring.checkpoint import Plain
-    from shoestring.checkpoint.plain import Saver
+    from shoestring.checkpoint.tiers.plain import Saver
 
     (tmp_path / "runs/one").mkdir(parents=True)
     saver = Saver(Job(torch.nn.Linear(1, 1)), Plain(folder=str(tmp_path / "runs/one/checkpoints")))

@@ -45,7 +45,7 @@ class Plain(Feature):
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.checkpoint.attached import restore
-        from shoestring.checkpoint.plain import Saver
+        from shoestring.checkpoint.tiers.plain import Saver
 
         saver = Saver(job, self)
         job.at(Phase.CAPTURE, saver.capture)
@@ -132,7 +132,7 @@ class Tiered(Feature):
         install(job, self)
 
     def explain(self, job: Job) -> str:
-        from shoestring.checkpoint.schedule import Schedule
+        from shoestring.checkpoint.tiers.save_schedule import Schedule
 
         return Schedule(self, job.world.hosts).survives()
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.resume import forget_all, resume
-from shoestring.checkpoint.tiered import Engine
+from shoestring.checkpoint.recovery.resume import forget_all, resume
+from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, Kept

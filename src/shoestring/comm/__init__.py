@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoestring.comm.auto import Auto, Selective
-from shoestring.comm.local import DiLoCo, LocalSGD, SparseLoCo
-from shoestring.comm.per_step import (
+from shoestring.comm.settings.auto import Auto, Selective
+from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, SparseLoCo
+from shoestring.comm.settings.per_step import (
     BF16,
     DGC,
     Dense,
@@ -67,6 +67,6 @@ def attach(
     Raises:
         ConfigError: the feature does not fit the model.
     """
-    from shoestring.comm.attached import attach
+    from shoestring.comm.exchange.attached import attach
 
     return attach(model, feature, optimizer, scaler)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoestring.report import figures
-from shoestring.report.folder import number
 from shoestring.report.markup import Markup, tag
 from shoestring.report.markup import table as grid
+from shoestring.report.reading import number
 
 _ROWS = 12  # of a table of values
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from shoestring.core.errors import ConfigError
 from shoestring.report import curves, digest, figures, page
 from shoestring.report.charts import charts
-from shoestring.report.folder import RunFolder, flat, read
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
+from shoestring.report.reading import RunFolder, flat, read
 
 _ABSENT = "–"
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from shoestring.report import digest
-from shoestring.report.folder import RunFolder, tables
+from shoestring.report.reading import RunFolder, tables
 
 LARGE, SMALL = 2000, 600  # points kept of a curve, in a large chart and in a small one
 MEANS = 500  # stretches of a longer curve whose means are smoothed in place of its points

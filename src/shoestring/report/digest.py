@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from shoestring.report import history
-from shoestring.report.folder import RunFolder, number, table, tables
+from shoestring.report import history_file
+from shoestring.report.reading import RunFolder, number, table, tables
 
 STATUSES = {"finished": "✓", "stopped": "■", "failed": "✕"}
 UNFINISHED = "unfinished"
@@ -22,9 +22,9 @@ def name(run: RunFolder) -> str:
 
 def status(run: RunFolder) -> str:
     """finished, stopped or failed, as the run's history says, else its summary; `UNFINISHED` where neither does."""
-    if history.cause(run.history):
+    if history_file.cause(run.history):
         return "failed"
-    if history.lost(run.history):
+    if history_file.lost(run.history):
         return UNFINISHED
     return str(run.summary.get("status", UNFINISHED))
 

@@ -15,8 +15,8 @@ from typing import Any
 from shoestring.core.errors import ShoestringError
 from shoestring.report import curves, digest, sections
 from shoestring.report.charts import charts
-from shoestring.report.folder import RunFolder, read
 from shoestring.report.markup import Markup, embedded, join
+from shoestring.report.reading import RunFolder, read
 
 STYLE = ("uplot/uPlot.min.css", "page.css")
 SCRIPT = ("uplot/uPlot.iife.min.js", "curves.js", "chart.js", "controls.js")

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoestring.report import digest, figures, history
-from shoestring.report.folder import RunFolder, flat, number, table, tables
+from shoestring.report import digest, figures, history_file
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
+from shoestring.report.reading import RunFolder, flat, number, table, tables
 
 _SHOWN_RANKS = 8  # more than this and the table of what ran where shows the least and the most instead of each
 
@@ -35,7 +35,7 @@ def heading(run: RunFolder) -> Markup:
 
 def failure(run: RunFolder) -> Markup:
     """Why the run failed: what went wrong, on which rank, after which step, and what to do."""
-    event = history.cause(run.history)
+    event = history_file.cause(run.history)
     if event is None:
         return Markup()
     if event["event"] == "lost":
@@ -45,7 +45,7 @@ def failure(run: RunFolder) -> Markup:
         )
     else:
         message = str(event.get("message", ""))
-    others = [other for other in history.newest(run.history) if other["event"] == "failed" and other is not event]
+    others = [other for other in history_file.newest(run.history) if other["event"] == "failed" and other is not event]
     facts_ = {
         "After step": f"{int(number(event.get('step')) or 0):,}",
         "Rank": f"{event.get('rank', '?')} on {event.get('host', 'an unknown host')}",

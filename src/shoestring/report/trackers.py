@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
-from shoestring.report.folder import flat
+from shoestring.report.reading import flat
 from shoestring.report.sinks import Sink
 from shoestring.storage.whole import write_atomic
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoestring.checkpoint.state import pack, unpack
+from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.compose import attach, compose
 from shoestring.core.feature import Feature, Seam
 from shoestring.core.feature import exported as leaving

@@ -1,0 +1,70 @@
+"""Kept state as bytes and back, without pickle: tensors as safetensors, everything else as JSON in its metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch.distributed.tensor import DTensor
+
+from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.format.tree import decode, encode
+from shoestring.core.errors import CheckpointError
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Serialise nested mappings, lists, tuples, tensors, arrays and JSON scalars.
+
+    A DTensor is gathered whole, which is a collective: every rank of its mesh must pack.
+
+    Raises:
+        CheckpointError: a value of another type, named by its path.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(encode(state, "", tensors))
+    tensors = {name: _whole(tensor) for name, tensor in tensors.items()}
+    try:
+        return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        raise CheckpointError(f"cannot save tensors of {', '.join(kinds)}: {error}") from error
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """The inverse of `pack`.
+
+    Raises:
+        CheckpointError: the bytes are damaged or were not written by `pack`.
+    """
+    try:
+        tensors = load(data)
+        length = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        if metadata["sum"] != _checksum(metadata["tree"], tensors):
+            raise ValueError("its content is not what was written")
+        state = decode(json.loads(metadata["tree"]), tensors.__getitem__)
+        if not isinstance(state, dict):
+            raise ValueError("it is no mapping")
+        return state
+    except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"not a saved state, or damaged: {error}") from error
+
+
+def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of everything: safetensors itself would read a flipped bit as another number."""
+    total = crc32(tree.encode())
+    for name, tensor in sorted(tensors.items()):
+        total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        if tensor.numel():  # those without elements may have strides that cannot be viewed
+            total = crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # A clone, because safetensors refuses tensors that share memory (tied weights).
+    return whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()

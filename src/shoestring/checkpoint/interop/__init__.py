@@ -1,0 +1,1 @@
+"""Saves in the formats of other programs."""

@@ -1,0 +1,374 @@
+"""Saves as torch.distributed.checkpoint (DCP) has them, out and in.
+
+Out, torch's own writer does the work: we plan one chunk a piece and give it the pieces as they lie in our files. What
+it writes are pickles (`.metadata`, and each tensor as torch.save has it). In, nothing is unpickled: the pickles are
+read by `pickles.inert`, and only what a tensor's bytes and plain data need is taken from them.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path, PurePath
+from reprlib import repr
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.format.layout import DTYPES, Box
+from shoestring.checkpoint.interop.exports import Saved, Stored
+from shoestring.checkpoint.interop.pickles import DEPTH, NODES, Call, Name, Outside, inert, plain, spend
+from shoestring.core.errors import CheckpointError
+from shoestring.storage.guarded import open_regular, read_regular
+
+METADATA: Final = ".metadata"
+LIMIT: Final = 1 << 28  # bytes of the longest .metadata
+_SHORT: Final = 1 << 26  # bytes of the longest pickle beside a tensor
+_CONTENTS: Final = 1 << 20  # bytes of the longest table of contents of an archive: torch writes some hundred
+_CHUNKS: Final = 1 << 14  # of a tensor
+_OF_ZIP: Final = (zipfile.BadZipFile, struct.error)
+_OF_DCP: Final = "torch.distributed.checkpoint.metadata."
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
+    """Write some states of a save to a folder that `torch.distributed.checkpoint.load` reads, under their names.
+
+    Raises:
+        CheckpointError: a tensor is damaged or incomplete; the folder then has no .metadata.
+        OSError: the disk.
+    """
+    planner = _Pieces()
+    states = {name: _replaced(saved.state(name), planner.stored) for name in names}
+    writer = FileSystemWriter(folder, overwrite=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        try:
+            save(states, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's wrapping of what went wrong on each rank, which is one here
+            raise error.failures[0][0] from None
+
+
+def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
+    """A state with tensors without data in the place of `Stored`, so that torch flattens it as it flattens any."""
+    if isinstance(value, Stored):
+        empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        stored[id(empty)] = empty, value
+        return empty
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, stored) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, stored) for each in value)
+    return value
+
+
+class _Pieces(DefaultSavePlanner):
+    """Plans one chunk a piece, and resolves it to the piece where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, tuple[Tensor, Stored]] = {}
+        """By the address of what stands for it, which is kept alive here."""
+        self._reads: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for name, value in self.state_dict.items():
+            if id(value) in self.stored:
+                items += self._chunks(name, self.stored[id(value)][1])
+            else:
+                items += create_default_local_save_plan({name: value}, True).items
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def _chunks(self, name: str, stored: Stored) -> Iterator[WriteItem]:
+        for box, read in stored.cover():
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            self._reads[name, box.offset] = read
+            data = TensorWriteData(chunk, TensorProperties(dtype=stored.dtype), torch.Size(stored.shape))
+            yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        assert write_item.index.offset is not None
+        tensor = self._reads[write_item.index.fqn, tuple(write_item.index.offset)]().contiguous()
+        # torch copies what is part of a larger storage, and keeps the copies; this one is no part of any, and mapped.
+        alone = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor
+        return alone.view(tensor.dtype).view(tensor.shape)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The nested states in a folder that torch.distributed.checkpoint wrote; tensors of one chunk are mapped.
+
+    Raises:
+        CheckpointError: it is damaged, holds what is neither a tensor nor plain data, or is of another kind.
+    """
+    path = folder / METADATA
+    try:
+        metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
+        entries: Mapping[str, Any] = metadata["state_dict_metadata"]
+        places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
+        _check_apart(places.values())
+        budget = iter(range(NODES))
+        paths = plain(metadata["planner_data"], str(path), budget) or {}
+        states: dict[str, Any] = {}
+        for name, entry in entries.items():
+            value = _value(folder, name, entry, places, budget)
+            _put(states, paths.get(name, (name,)), value, budget)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{error.filename or path}`: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, *_OF_ZIP) as e:
+        raise CheckpointError(f"`{folder}` is damaged, or not what torch writes: {e}") from e
+    return states
+
+
+def _check_apart(places: Iterable[Place]) -> None:
+    """What lies in the same bytes as something else could be many times as large as the files."""
+    for (file, start, length), (other, following, _) in itertools.pairwise(sorted(set(places))):
+        if file == other and start + length > following:
+            raise ValueError(f"two tensors in the same bytes of `{file}`")
+
+
+def _state(value: Any, target: str) -> Any:
+    """The state of something that the pickle would have made, where it is what it should be."""
+    if not isinstance(value, Call) or value.target != target:
+        raise ValueError(f"{repr(value.target if isinstance(value, Call) else value)} in the place of {target}")
+    return value.state
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Call) or value.target != "torch.Size":
+        raise ValueError(f"{repr(value)} for a size")
+    (numbers,) = value.arguments
+    return _numbers(numbers)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    for number in values:
+        if type(number) is not int or not 0 <= number < 1 << 60:
+            raise ValueError(f"{repr(number)} for a size")
+    return tuple(values)
+
+
+Key = tuple[str, tuple[int, ...] | None]
+Place = tuple[str, int, int]  # file, offset and bytes in it
+
+
+def _key(index: Any) -> Key:
+    found = _state(index, f"{_OF_DCP}MetadataIndex")
+    offset = found.get("offset")  # where there is none, it is left to the class
+    return found["fqn"], None if offset is None else _size(offset)
+
+
+def _place(info: Any) -> Place:
+    found = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+    if found.get("transform_descriptors"):
+        raise ValueError("compressed or encrypted files")
+    name, (offset, length) = found["relative_path"], _numbers((found["offset"], found["length"]))
+    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
+        raise ValueError(f"{repr(name)} for a file in its folder")
+    return name, offset, length
+
+
+def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], budget: Iterator[int]) -> Any:
+    """A tensor, or plain data."""
+    if isinstance(entry, Call) and entry.target == f"{_OF_DCP}BytesStorageMetadata":
+        file, offset, length = places[name, None]
+        with _archive(folder / file, offset, length) as (_, archive):
+            return plain(inert(_pickle(archive), name), name, budget)
+    found = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
+    dtype, *_ = _state(found["properties"], f"{_OF_DCP}TensorProperties")
+    if not isinstance(dtype, Name) or dtype.name not in _DTYPES:
+        raise ValueError(f"`{name}` has the type {dtype}")
+    chunks = []
+    if len(found["chunks"]) > _CHUNKS:
+        raise ValueError(f"`{name}` has {len(found['chunks']):,} chunks")
+    for each in found["chunks"]:
+        chunk = _state(each, f"{_OF_DCP}ChunkStorageMetadata")
+        box = Box(_size(chunk["offsets"]), _size(chunk["sizes"]))
+        chunks.append((box, lambda part, box=box: _chunk(folder, places[name, box.offset], box, _DTYPES[dtype.name])))
+    pieces = tuple((box, lambda part, box=box, load=load: load(part)[part.inside(box)]) for box, load in chunks)
+    return Stored(name, _DTYPES[dtype.name], _size(found["size"]), pieces).read()
+
+
+def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
+    """A tensor as torch.save wrote it, mapped."""
+    file, offset, length = place
+    with _archive(folder / file, offset, length) as (window, archive):
+        rebuilt = inert(_pickle(archive), file)
+        if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
+            raise ValueError(f"something in the place of a tensor of {list(box.shape)}")
+        storage, first, shape, strides = rebuilt.arguments[:4]
+        if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
+            raise ValueError(f"a tensor of {shape} in the place of one of {list(box.shape)}")
+        (info,) = (each for each in archive.infolist() if each.filename.endswith(f"/data/{storage.key[2]}"))
+        start = offset + window.content(info)
+    data = _bytes(folder / file, start, info)
+    numbers = (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
+    (first,) = _numbers([first])
+    last = first + sum((extent - 1) * stride for extent, stride in zip(shape, _numbers(strides), strict=True))
+    if prod(shape) and not (last < len(numbers) and prod(shape) <= len(numbers)):  # strides may be 0
+        raise ValueError("a tensor that is larger than its bytes")
+    return numbers.as_strided(shape, strides, first) if prod(shape) else torch.empty(shape, dtype=dtype)
+
+
+def _bytes(path: Path, start: int, info: zipfile.ZipInfo) -> Tensor:
+    if not info.file_size:
+        return torch.empty(0, dtype=torch.uint8)
+    if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > path.stat().st_size:
+        raise ValueError(f"`{path}` is compressed, or cut short")
+    with open_regular(path) as file:
+        data = np.memmap(file, np.uint8, mode="c", offset=start, shape=(info.file_size,))
+    if crc32(data.data) != info.CRC:
+        raise ValueError(f"`{path}` is not what was written: a checksum differs")
+    return torch.from_numpy(data)
+
+
+@contextmanager
+def _archive(path: Path, offset: int, length: int) -> Iterator[tuple[_Window, zipfile.ZipFile]]:
+    """What torch.save wrote to a stretch of a file."""
+    with _Window(path, offset, length, _CONTENTS) as window, zipfile.ZipFile(window) as archive:
+        window.most = _SHORT
+        yield window, archive
+
+
+def _pickle(archive: zipfile.ZipFile) -> bytes:
+    """The pickle in what torch.save wrote, where its numbers are in this machine's order of bytes."""
+    found = {PurePath(each.filename).name: each for each in archive.infolist()}
+    if "byteorder" in found and _stored(archive, found["byteorder"]) != b"little":
+        raise ValueError("numbers in the other order of bytes")
+    return _stored(archive, found["data.pkl"])
+
+
+def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """A short file in an archive; torch compresses none, and what a compressed one grows to is known too late."""
+    if info.compress_type != zipfile.ZIP_STORED or max(info.file_size, info.compress_size) > _SHORT:
+        raise ValueError(f"`{info.filename[:80]}` is compressed, or longer than {_SHORT >> 20} MiB")
+    return archive.read(info)
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file."""
+
+    def __init__(self, path: Path, offset: int, length: int, most: int) -> None:
+        self.most = most
+        """Bytes that are read at once."""
+        self._file, self._offset, self._length, self._at = open_regular(path), offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > self.most:
+            raise ValueError(f"{size >> 20} MiB that are no tensor's")
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(size)
+        self._at += len(data)
+        return data
+
+    def content(self, info: zipfile.ZipInfo) -> int:
+        """Where the content of a file in an archive begins: behind the header before it."""
+        self.seek(info.header_offset + 26)
+        lengths = self.read(4) or b""
+        return info.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterator[int]) -> None:
+    """Put a value where it was before it was flattened; whole numbers in a path are places in lists."""
+    if not 0 < len(path) <= DEPTH:
+        raise ValueError(f"a value nested {len(path)} deep")
+    into: Any = states
+    for at, following in zip(path, [*path[1:], None], strict=True):
+        fresh: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(into, list):
+            (at,) = _numbers([at])
+            while len(into) <= at:
+                spend(budget)
+                into.append(None)
+            into[at] = fresh if into[at] is None else into[at]
+        elif not isinstance(into, dict):
+            raise ValueError(f"{path} inside of a value")
+        else:
+            into.setdefault(at, fresh)
+        into = into[at]
+
+
+def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, Any]:
+    """A program's states under the names that a job has for them.
+
+    Args:
+        model: what the model is called in `states`; empty where they are a model's and nothing else.
+        optimizer: what the optimizer is called, where there is one.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    if not model:
+        return {"model": dict(states)}
+    if not isinstance(states.get(model), dict):
+        raise CheckpointError(
+            f"there is no `{model}` in it", hint=f"it has: {', '.join(map(str, states))}; use --model"
+        )
+    rest = {name: state for name, state in states.items() if name not in (model, optimizer, "model", "optimizer")}
+    found = {"model": states[model], **{name: state for name, state in rest.items() if name == "progress"}}
+    if isinstance(states.get(optimizer), dict):
+        found["optimizer"] = _numbered({"state": {}, **states[optimizer]})
+    return found
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state whose parameters go by numbers, which became strings when it was flattened."""
+    groups = state.get("param_groups")
+    listed = (
+        [group.get("params", ()) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
+    if not any(type(each) is int for params in listed for each in params):
+        return state
+    return state | {"state": {int(key): each for key, each in state["state"].items()}}
+
+
+def with_step(states: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int]:
+    """The states with progress in them, and the steps that are done: as given, as they say, or none."""
+    told = states.get("progress", {})
+    known = told.get("step") if isinstance(told, dict) else None
+    done = step if step is not None else known if type(known) is int else 0
+    progress = {"total": 0, "tokens": 0, "count": 0.0, **(told if isinstance(told, dict) else {}), "step": done}
+    return {**states, "progress": progress}, done

@@ -1,0 +1,1 @@
+"""Finding the newest usable save and going on from it."""

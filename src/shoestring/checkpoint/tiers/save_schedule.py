@@ -1,0 +1,197 @@
+"""At which steps each level saves, and what that is decided by."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from shoestring.checkpoint.tiers.interval import PRIORS, Level, Rates, plan
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
+
+MEMORY: Final = "memory"
+PEERS: Final = "peers"
+DISK: Final = "disk"
+LEVELS: Final = (MEMORY, PEERS, DISK)
+
+_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures that a level is for
+_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first save of each, where nothing is measured yet
+_RESTART = 15.0  # seconds from a failure to where training goes on, beside what reading the state takes
+_SLOWDOWN = 0.1  # what a save beside training slows it down, until that is measured
+_LEAST = 0.02  # below that it is noise; and nothing is free that wears a disk or takes a link from others
+_STEPS = 100  # of the newest steps of each kind the mean is taken, without the extreme tenths: evaluation is among them
+_MINUTE = 60.0  # seconds of training; a difference below is no news
+_RECENT = 0.2  # weight of the newest measurement
+
+
+class Schedule:
+    """Steps between saves, the same on all ranks: numbers from the run file, or planned from costs that are agreed."""
+
+    def __init__(self, settings: Tiered, hosts: int) -> None:
+        wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
+        self.settings, self.hosts = settings, hosts
+        self.has_peers = hosts > 1 and settings.peers != "off"
+        if not self.has_peers:
+            wishes[PEERS] = 0
+        self.auto = [level for level in LEVELS if wishes[level] == "auto"]
+        self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
+        self.rates = Rates()
+        self.lost = 0.0
+        """Seconds that failures took, over all starts: from when what was restored was saved to where it went on."""
+        self._late: set[str] = set()
+        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
+        self._stall = 0.0  # seconds that a save stops training for
+        self._steps = {beside: deque[float](maxlen=_STEPS) for beside in (False, True)}
+        """Seconds of the newest steps, without and with a save beside them."""
+        self._newest = 0.0
+        self._observed = 0
+        self._said: dict[str, int] = {}  # steps between saves, as the user was last told
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def stepped(self, now: float, step: int, *, beside: bool) -> None:
+        """A step has ended."""
+        if self._newest:
+            self._steps[beside].append(now - self._newest)
+        self._newest = now
+        self._observed = self._observed or step
+
+    def stalled(self, seconds: float) -> None:
+        """A save has stopped training for so long."""
+        self._stall = _mixed(self._stall, seconds)
+
+    def took(self, level: str, seconds: float) -> None:
+        """A save has taken so long at a level, beside training."""
+        self._seconds[level] = _mixed(self._seconds[level], seconds)
+
+    def seconds(self, level: str) -> float:
+        """What a save takes at a level; 0 where there was none yet."""
+        return self._seconds[level]
+
+    def costs(self) -> list[float]:
+        """What is measured on this rank; the ranks take the largest of each."""
+        return [*map(_middle, self._steps.values()), self._stall, *self._seconds.values()]
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> set[str]:
+        """The levels that save after this step; every save goes through memory."""
+        found = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
+        return found | {MEMORY} if found else found
+
+    def postpone(self, levels: set[str]) -> None:
+        """Save at these after the next step: now was too early."""
+        self._late |= levels
+
+    def done(self, levels: set[str]) -> None:
+        """What was due, late or not, is under way."""
+        self._late -= levels
+
+    def agreed(self, costs: Sequence[float], step: int) -> None:
+        """Plan anew from the costs that the ranks have agreed on; a level that has none yet stays as it is."""
+        idle, busy, stall, *durations = costs
+        seconds = {level: taken for level, taken in zip(LEVELS, durations, strict=True) if taken}
+        slowdown = max(_LEAST, busy / idle - 1) if busy and idle else _SLOWDOWN
+        levels = self._levels(slowdown, stall, seconds)
+        if not self.auto or not idle or not levels:
+            return
+        if step > self._observed > 0:
+            self.rates.observe((step - self._observed) * idle)
+            self._observed = step
+        wanted = plan(levels, idle)
+        self.steps |= {level: wanted.get(level, 0) for level in self.auto if level in seconds}
+
+    def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
+        on = [level for level in seconds if self.steps[level] or level in self.auto]
+        cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
+        return [
+            Level(
+                level,
+                cost[level],
+                seconds[level],
+                self.rates[_CLASSES[level]],
+                _RESTART + seconds[level],
+                through=level == MEMORY,
+            )
+            for level in on
+        ]
+
+    def drop(self, *levels: str) -> None:
+        """Save at these no more; on all ranks at once."""
+        self.steps |= dict.fromkeys(levels, 0)
+        self.auto = [level for level in self.auto if level not in levels]
+        self.has_peers = self.has_peers and PEERS not in levels
+        self._late -= {*levels}
+
+    def failed(self, level: str, seconds: float) -> None:
+        """The run goes on from this level: a failure that no level below it recovers from, and that took so long."""
+        self.rates.observe(0.0, **{_CLASSES[level]: 1})
+        self.lost += seconds
+
+    @property
+    def failures(self) -> int:
+        """What this run has survived so far, over all its starts."""
+        seen = sum(a for a, _ in self.rates.state_dict().values())
+        return round(seen - sum(prior.a for prior in PRIORS.values()))
+
+    # -- what is said -------------------------------------------------------------------------------------------------
+
+    def news(self) -> str:
+        """What the run will survive, if that is news: all levels were measured, or one changed twofold by a minute."""
+        measured = self._steps[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
+        if not measured or not any(map(self._changed, self.auto)):
+            return ""
+        self._said = dict(self.steps)
+        return self.survives()
+
+    def _changed(self, level: str) -> bool:
+        steps, said = self.steps[level], self._said.get(level)
+        if said is None:
+            return True
+        return 2 * min(steps, said) <= max(steps, said) and abs(steps - said) * _middle(self._steps[False]) >= _MINUTE
+
+    def survives(self) -> str:
+        """What the run will survive, in a line; at what price in steps where that is known."""
+        said = []
+        if self.steps[MEMORY]:
+            said.append(f"a killed process: yes, from memory, {self._often(MEMORY)}")
+        if self.steps[PEERS]:
+            copies = self.settings.peers == "copy"
+            how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
+            said.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
+        if self.steps[DISK]:
+            return "; ".join([*said, f"all of it lost: yes, from disk, {self._often(DISK)}"])
+        return "; ".join([*said, "to disk at the end and on a signal"])
+
+    def _often(self, level: str) -> str:
+        """What a failure costs: the steps since a save, and those beside which that one was still on its way."""
+        if level not in self.auto:
+            return f"saved every {self.steps[level]} steps"
+        if not self._said:
+            return "saved as often as pays"
+        most = self.steps[level] + math.ceil(self._seconds[level] / _middle(self._steps[False]))
+        return f"at most {most} step{'s' * (most > 1)} repeated"
+
+    # -- what survives ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates.state_dict(), "lost": self.lost}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rates.load_state_dict(state_dict["rates"])
+        self.lost = float(state_dict.get("lost", 0.0))
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The mean without the extreme tenths; 0 where there are none."""
+    ordered = sorted(values)
+    cut = len(ordered) // 10
+    return fmean(ordered[cut : len(ordered) - cut] or [0.0])
+
+
+def _mixed(before: float, now: float) -> float:
+    return now if not before else (1 - _RECENT) * before + _RECENT * now

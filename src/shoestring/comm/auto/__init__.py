@@ -1,0 +1,1 @@
+"""The choice among exchanges by their measured cost."""

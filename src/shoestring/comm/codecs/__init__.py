@@ -1,0 +1,1 @@
+"""Codecs: the average of gradients over ranks, written without the network."""

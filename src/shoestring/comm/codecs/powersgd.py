@@ -1,0 +1,172 @@
+"""PowerSGD: low-rank gradients by one power iteration a step (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
+
+A matrix M = g + e of n x m travels as P (n x r) and Qᵀ (r x m). It departs from the paper in two ways:
+
+- The residual is e = M - P (Mᵀ P)ᵀ, what this rank's own projection leaves, not what the average leaves. Its mean over
+  the ranks is the same, but it does not hold M - mean(M), which walks randomly and cancels only while all ranks live.
+- `alternate` makes one half of the iteration a step, P and Q in turn: half the bytes and one exchange instead of two,
+  with a basis that is one step old. So does the authors' later package (epfml/powersgd).
+
+Memory is read six times a step, which is what it costs (`lowrank`). Q is kept transposed, so that both products run
+along rows: with Q as (m, r), they take three to four times as long on a CPU.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoestring._torch import foreach_copy_
+from shoestring.comm.codecs.codec import Codec, Coding, Grads, Mean, Turn
+from shoestring.comm.codecs.dense import flattened, spread
+from shoestring.comm.codecs.lowrank import Matrix, build, decode, leave, products, project, undo
+
+RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
+
+
+class PowerSGD(Codec):
+    """Gradients of rank `rank`; vectors, and matrices for which that would save less than `least`, travel whole.
+
+    State: "residual"; and of each matrix its newest factor, either "Qt" (r, m) or "P" (n, r).
+
+    Args:
+        dtype: of P and Q on the wire.
+        least: the least ratio of sizes for which a matrix is compressed.
+        start: steps at the beginning that send everything whole.
+    """
+
+    shared = frozenset({"Qt", "P"})
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        alternate: bool = False,
+        dtype: torch.dtype = torch.float32,
+        least: float = 2.0,
+        start: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.rank, self.alternate, self.dtype, self.least, self.seed = rank, alternate, dtype, least, seed
+        self.start = start
+        self.stages = 1 if alternate else 2
+
+    def code(self, grads: Grads, turn: Turn) -> Coding:
+        paying = [name for name, grad in grads.items() if turn.step >= self.start and self._pays(grad)]
+        low = {name: grads[name].view(len(grads[name]), -1) for name in paying}
+        whole = [grad for name, grad in grads.items() if name not in low]
+        matrices = [self._matrix(name, grad) for name, grad in low.items()]
+        if not matrices:
+            yield from averaged([], whole)
+        elif self.alternate:
+            yield from self._half(matrices, whole)
+        else:
+            yield from self._iteration(matrices, whole)
+
+    def _iteration(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
+        """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
+        P = products(matrices)
+        yield from averaged(P, whole, self.dtype)
+        orthogonalise(P)
+        for each in matrices:
+            build(each)
+        own = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
+        mean = [Qt.clone() for Qt in own]
+        try:
+            yield from averaged(mean, [], self.dtype)
+        except GeneratorExit:
+            for each in matrices:
+                undo(each)
+            raise
+        for each, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
+            leave(each, P_, own_)
+            decode(each, P_, mean_)
+            self.state["Qt"][each.name] = mean_
+
+    def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
+        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis.
+
+        Or Q = mean(Mᵀ P) for such a P, and Q the next basis.
+        """
+        matrices = _orthonormal(matrices)
+        own = products(matrices)
+        mean = [product.clone() for product in own]
+        yield from averaged(mean, whole, self.dtype)
+        for each, own_, mean_ in zip(matrices, own, mean, strict=True):
+            P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
+            assert P is not None and Qt is not None
+            build(each)
+            leave(each, P, Qt)
+            decode(each, *((mean_, Qt) if each.P is None else (P, mean_)))
+            del self.state[other][each.name]
+            self.state[kind][each.name] = mean_
+
+    def _pays(self, grad: Tensor) -> bool:
+        if grad.ndim < 2 or not grad.numel():
+            return False
+        n, m = len(grad), grad[0].numel()
+        return (n + m) * min(self.rank, n, m) * self.least < n * m
+
+    def _matrix(self, name: str, grad: Tensor) -> Matrix:
+        """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
+        rank, residual = min(self.rank, *grad.shape), self.kept("residual", name, grad)
+        P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+        if name not in P and name not in Qt:
+            Qt[name] = torch.randn(rank, grad.shape[1], generator=generator).to(grad.device)
+        if name in P:
+            return Matrix(name, grad, residual, resized(P[name].t(), rank, generator).t(), None)
+        return Matrix(name, grad, residual, None, resized(Qt[name], rank, generator))
+
+
+def resized(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    """A basis (r, m) with `rank` rows, for a run resumed with another rank: the first rows, or all rows and random
+    ones of about their length."""
+    r, m = basis.shape
+    if r >= rank:
+        return basis[:rank]
+    drawn = torch.randn(rank - r, m, generator=generator).to(basis.device)
+    return torch.cat([basis, drawn * (torch.linalg.vector_norm(basis) / (r * m) ** 0.5)])
+
+
+def averaged(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
+    """Replace the factors, which travel as `dtype`, and the gradients that travel whole by their means over ranks."""
+    groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
+    answers = yield [Mean(flattened(tensors, kind)) for tensors, kind in groups]
+    for answer, (tensors, _) in zip(answers, groups, strict=True):
+        spread(answer, tensors)
+
+
+def _orthonormal(matrices: list[Matrix]) -> list[Matrix]:
+    """With orthonormal bases, copies."""
+    found = [
+        replace(each, P=None if each.P is None else each.P.clone(), Qt=None if each.Qt is None else each.Qt.clone())
+        for each in matrices
+    ]
+    orthogonalise(
+        [basis for each in found for basis in (each.P, None if each.Qt is None else each.Qt.t()) if basis is not None]
+    )
+    return found
+
+
+def orthogonalise(matrices: list[Tensor]) -> None:
+    """Make the columns of each (n, r) matrix orthonormal, in place; all of one shape at once.
+
+    By Cholesky: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. In fp64, for G squares the condition number. A
+    matrix of lower rank, or zero, gets columns that are orthogonal as far as its rank goes, and small beyond.
+    """
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for matrix in matrices:
+        shapes.setdefault(matrix.shape, []).append(matrix)
+    for alike in shapes.values():
+        A = torch.stack(alike).double()
+        G = A.mT @ A
+        trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+        G += torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) * (RELATIVE_JITTER * trace + 1e-200)
+        L = torch.linalg.cholesky_ex(G)[0]
+        solved = torch.linalg.solve_triangular(L, A.mT, upper=False).mT
+        foreach_copy_(alike, list(solved))

@@ -1,0 +1,99 @@
+"""The codec of SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest entries of each chunk, at two bits, with decay.
+
+Three things differ from the paper's code. An entry's two bits are its sign and which of two magnitudes it has, of the
+chunk rather than of the tensor: 4 bytes more a chunk, and one in which nothing happened says nothing. The mean is over
+all ranks, not over those that sent an entry, so that what is sent and what is kept add up to what there was. And
+indices take 8 bits rather than 12, for they are sent in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shoestring._torch import foreach_add_, foreach_copy_
+from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
+from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Turn
+
+CHUNK = 4096  # entries
+
+
+class ChunkedTopK(Codec):
+    """Of every 4096 entries the `k` largest: M = beta e + g; e = M - what of it was sent.
+
+    State: "residual". Tensors are cut into chunks as they lie in memory, each for itself.
+
+    Args:
+        k: entries of each chunk.
+        beta: decay of the residual at each exchange.
+    """
+
+    stages = 1
+
+    def __init__(self, k: int = 64, beta: float = 0.95) -> None:
+        super().__init__()
+        self.k, self.beta = k, beta
+
+    def code(self, grads: Grads, turn: Turn) -> Coding:
+        grads = {name: grad for name, grad in grads.items() if grad.numel()}
+        if not grads:
+            return
+        tensors, residuals = list(grads.values()), self.keep("residual", grads)
+        M, parts, lengths = in_chunks(tensors)
+        foreach_copy_(parts, residuals)
+        M *= self.beta
+        foreach_add_(parts, [tensor.float() for tensor in tensors])
+
+        within = torch.arange(CHUNK, device=M.device) < lengths[:, None]
+        indices = M.abs().topk(self.k, sorted=False).indices.sort().values
+        codes, levels = quantized(M.gather(1, indices), within.gather(1, indices))
+        theirs = yield [Gather(encode_indices(indices, CHUNK)), Gather(pack(codes, 2)), Gather(levels)]
+
+        M.scatter_add_(1, indices, -restored(codes, levels))
+        foreach_copy_(residuals, parts)
+        M.zero_()
+        for places, packed, sizes in zip(*theirs, strict=True):  # ranks in the same order everywhere: equal bits
+            sent = restored(unpack(packed, 2, self.k), sizes)
+            M.scatter_add_(1, decode_indices(places, self.k, CHUNK), sent)
+        M /= turn.size
+        foreach_copy_(tensors, parts)
+
+
+def in_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Room for all tensors, each from the start of a chunk: (zeros (chunks, CHUNK), its parts in the tensors' shapes,
+    how many entries of each chunk are no padding (chunks,))."""
+    counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
+    starts = list(accumulate(counts, initial=0))
+    room = torch.zeros(starts[-1], CHUNK, device=tensors[0].device)
+    flat = room.view(-1)
+    parts = [flat[start * CHUNK :][: t.numel()].view(t.shape) for start, t in zip(starts, tensors, strict=False)]
+    lengths = torch.full((starts[-1],), CHUNK)
+    lengths[[end - 1 for end in starts[1:]]] -= torch.tensor([-tensor.numel() % CHUNK for tensor in tensors])
+    return room, parts, lengths.to(room.device)
+
+
+def quantized(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (chunks, k) as codes of two bits in uint8, and two magnitudes a chunk in bf16.
+
+    The magnitudes are the means of those up to the chunk's mean and of those above it; entries that do not count are
+    left out of them.
+    """
+    size, weight = values.abs(), counts.to(values.dtype)
+    middle = mean(size, weight)
+    large = size > middle
+    levels = torch.cat([mean(size, weight * ~large), mean(size, weight * large)], dim=1).bfloat16()
+    return (values < 0).to(torch.uint8) << 1 | large.to(torch.uint8), levels
+
+
+def mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Along the last dimension, which stays; 0 where nothing counts."""
+    return (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=1)
+
+
+def restored(codes: Tensor, levels: Tensor) -> Tensor:
+    """The inverse of `quantized`, in fp32."""
+    sizes = levels.float().gather(1, (codes & 1).long())
+    return torch.where(codes > 1, -sizes, sizes)

@@ -1,0 +1,301 @@
+"""Top-k sparsification with error feedback (Aji and Heafield 2017; Stich et al., NeurIPS 2018).
+
+What is selected travels by one all-gather: values as fp32, bf16 or a few bits, and Elias-Fano coded indices. The
+number of entries follows from sizes alone. Selection by a threshold from a sample is Deep Gradient Compression's (Lin
+et al., ICLR 2018), that by counting is MSTopK (Shi et al., MLSys 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring._torch import foreach_copy_
+from shoestring.comm.codecs import fused
+from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
+from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Request, Turn
+from shoestring.comm.codecs.dense import flattened, spread, views
+from shoestring.comm.codecs.fused import Sum
+
+How = Literal["exact", "sampled", "mstopk"]
+Form = Literal["fp32", "bf16", "int8", "int4", "int2"]
+
+RANK = 128  # of the threshold among the magnitudes of a sample
+SAMPLES = 2**17  # and no more than these
+BLOCK = 2**17  # entries that are compared at once: fp32 and their magnitudes stay in the cache
+BUCKET = 512  # values that share a least and a largest magnitude
+ATTEMPTS = 10
+
+
+class Flat(Codec):
+    """A codec that works on all gradients of an exchange as one flat fp32 tensor.
+
+    The parameters' kept states are views of flat tensors, so state is replaced by exchanging rooms, without a copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flats: dict[tuple[str, ...], tuple[Tensor, list[Tensor]]] = {}
+        self._rooms: dict[tuple[str, ...], Tensor] = {}
+
+    def gathered(self, grads: Grads) -> Tensor:
+        """A copy of all entries as one tensor, in room that is given back by `spread` or kept by `replace`."""
+        tensors = list(grads.values())
+        room = self._rooms.pop(tuple(grads), None)
+        if room is None:
+            return flattened(tensors)
+        foreach_copy_(views(room, tensors), tensors)
+        return room
+
+    def spread(self, grads: Grads, flat: Tensor) -> None:
+        """The inverse of `gathered`."""
+        spread(flat, list(grads.values()))
+        self._rooms[tuple(grads)] = flat
+
+    def flat(self, kind: str, grads: Grads) -> Tensor:
+        """`keep` as one tensor that shares its memory."""
+        kept = self.keep(kind, grads)
+        whole, parts = self._flats.get((kind, *grads), (None, []))
+        if whole is None or any(mine is not part for mine, part in zip(kept, parts, strict=True)):
+            self._forget(kind, grads)
+            whole = flattened(kept)
+            self.replace(kind, grads, whole)
+        return whole
+
+    def _forget(self, kind: str, grads: Grads) -> None:
+        """Free what served these parameters in other company."""
+        for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
+            del self._flats[key]
+        for key in [key for key in list(self._rooms) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
+            del self._rooms[key]
+
+    def replace(self, kind: str, grads: Grads, whole: Tensor) -> None:
+        """Make `whole` the kept state."""
+        parts = views(whole, list(grads.values()))
+        self._flats[kind, *grads] = whole, parts
+        self.state[kind].update(zip(grads, parts, strict=True))
+
+
+class Sparse(Flat):
+    """A codec that sends selected entries. State: "residual".
+
+    Args:
+        density: the part of the entries that is selected, at least one.
+        how: "exact" are the k largest magnitudes. "sampled" are k above a threshold that lets through at most 1.3 k.
+            "mstopk" are those above the least threshold found that lets through at most k, and then any of the next.
+        wire: what values travel as; the residual keeps what rounding takes from them.
+        per_layer: select in each parameter, instead of in all together.
+    """
+
+    stages = 1
+
+    def __init__(self, density: float, *, how: How = "exact", wire: Form = "fp32", per_layer: bool = False) -> None:
+        super().__init__()
+        self.density, self.per_layer = density, per_layer
+        self.how: How = how
+        self.wire: Form = wire
+
+    def select(self, terms: Sum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
+        """What is sent of M, the sum of `terms`, whose parts have these sizes; M is in the place of `terms.g` then.
+
+        Returns:
+            Indices (k,), ascending, and values (k,), non-finite if M is, anywhere. k is the same on all ranks.
+        """
+        start, indices, values = 0, [], []
+        for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
+            where, what = selected(terms.part(slice(start, start + size)), entries(size, density), self.how)
+            indices.append(where + start)
+            values.append(what)
+            start += size
+        return torch.cat(indices), torch.cat(values)
+
+    def encode(self, indices: Tensor, values: Tensor, n: int) -> tuple[list[Request], Tensor]:
+        """What travels of k of n entries, and the values (k,) that the others will read."""
+        coded = encode_values(values, self.wire)
+        sent = values if self.wire == "fp32" else decode_values([each[None] for each in coded], self.wire, len(values))
+        return [Gather(each) for each in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
+
+    def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
+        """The average of what all ranks sent, in `out`."""
+        values = decode_values(answers[1:], self.wire, k)
+        return summed(decode_indices(answers[0], k, len(out)), values / len(values), out)
+
+
+class TopK(Sparse):
+    """The largest entries of gradient and residual. See `Sparse` for the arguments."""
+
+    def code(self, grads: Grads, turn: Turn) -> Coding:
+        sizes = [grad.numel() for grad in grads.values()]
+        if not sum(sizes):
+            return
+        e, M = self.flat("residual", grads), self.gathered(grads)
+        indices, values = self.select(Sum(M, e), sizes, self.density)
+        requests, sent = self.encode(indices, values, len(M))
+        answers = yield requests
+        M[indices] = values - sent
+        self.replace("residual", grads, M)
+        self.spread(grads, self.decode(answers, len(indices), out=e))
+
+
+def entries(n: int, density: float) -> int:
+    return min(n, max(1, round(density * n)))
+
+
+def summed(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """Put the sum of every rank's entries (ranks, k) into `out`, zero elsewhere; always in the order of the ranks."""
+    out.zero_()
+    for where, what in zip(indices, values, strict=True):
+        out.index_add_(0, where, what)
+    return out
+
+
+def selected(terms: Sum, k: int, how: How) -> tuple[Tensor, Tensor]:
+    """Indices (k,), ascending, and values of one sum of terms: by the kernel that reads memory once, if it can be."""
+    n = len(terms)
+    if how != "mstopk" and 4 * k <= n and fused.available(terms.g.device):
+        threshold, _ = thresholds(terms.sampled(_stride(n, k)).abs(), n, k)
+        if found := fused.picked(terms, k, threshold, largest=how == "exact"):
+            return found
+        M = terms.g
+    else:
+        M = terms.built()
+    indices = SELECTIONS[how](M, k)
+    return indices, M[indices] + 0 * M.sum()
+
+
+# -- selection: indices (k,), ascending, of x (n,) ------------------------------------------------------------------
+
+
+def exact(x: Tensor, k: int) -> Tensor:
+    """The k largest magnitudes."""
+    if x.is_cuda or 4 * k > len(x):
+        return x.abs().topk(k, sorted=False).indices.sort().values
+    return strongest(x, _candidates(x, k), k)
+
+
+def sampled(x: Tensor, k: int) -> Tensor:
+    """Any k, evenly spread, of at most 1.3 k above a threshold; the largest ones if it let through more."""
+    if 4 * k > len(x):
+        return exact(x, k)
+    hits = _candidates(x, k)
+    if len(hits) > 1.3 * k:
+        return strongest(x, hits, k)
+    return hits[torch.arange(k, device=x.device) * len(hits) // k]
+
+
+def mstopk(x: Tensor, k: int) -> Tensor:
+    """MSTopK's threshold search between the mean and the largest magnitude, on what can still be selected."""
+    a = x.abs()
+    low, high = float(a.mean()), float(a.amax())
+    certain, rest = beyond(x, high), None
+    for _ in range(3 * ATTEMPTS):
+        threshold = (low + high) / 2
+        if not low < threshold < high:
+            break
+        hits = beyond(x, threshold) if rest is None else rest[a[rest] > threshold]
+        if len(hits) > k:
+            low, rest = threshold, hits
+        else:
+            high, certain = threshold, hits
+        if len(hits) == k:
+            return hits
+    if rest is None:  # fewer than k are above the mean
+        return exact(x, k)
+    next_ones = rest[a[rest] <= high][: k - len(certain)]
+    return torch.cat([certain, next_ones]).sort().values
+
+
+SELECTIONS: dict[How, Callable[[Tensor, int], Tensor]] = {"exact": exact, "sampled": sampled, "mstopk": mstopk}
+
+
+def chunk_topk(flat: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """The k largest magnitudes of each chunk of flat (n,), n a multiple of `chunk`.
+
+    Returns:
+        Indices within the chunk, int64, and values: (n / chunk, k) each, in no order.
+    """
+    rows = flat.view(-1, chunk)
+    indices = rows.abs().topk(k, dim=1, sorted=False).indices
+    return indices, rows.gather(1, indices)
+
+
+def beyond(x: Tensor, threshold: float) -> Tensor:
+    """Indices of magnitudes above the threshold, ascending."""
+    if x.is_cuda:
+        return (x.abs() > threshold).nonzero().view(-1)
+    # By numpy: torch's comparison and `nonzero` are 3 and 6 times slower on the CPU.
+    blocks = (x[start : start + BLOCK].numpy() for start in range(0, len(x), BLOCK))
+    found = [np.flatnonzero(np.abs(block) > threshold) + at * BLOCK for at, block in enumerate(blocks)]
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _candidates(x: Tensor, k: int) -> Tensor:
+    """Indices of the k largest magnitudes and a few more, from a threshold that a sample says is low enough."""
+    likely, surer = thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
+    hits = beyond(x, float(likely))
+    for threshold in (float(surer), 0.0):
+        if len(hits) >= k:
+            return hits
+        hits = beyond(x, threshold)
+    return hits if len(hits) >= k else _filled(hits, k)
+
+
+def _stride(n: int, k: int) -> int:
+    """From one entry of the sample to the next, for k of n entries; odd, as the lengths of rows hardly are."""
+    return max(1, k // RANK, n // SAMPLES) | 1
+
+
+def thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely."""
+    rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
+    ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
+    return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
+
+
+def strongest(x: Tensor, hits: Tensor, k: int) -> Tensor:
+    """Those k of the indices `hits` at which x is largest in magnitude."""
+    return hits[x[hits].abs().topk(k, sorted=False).indices.sort().values]
+
+
+def _filled(hits: Tensor, k: int) -> Tensor:
+    """With the first of the other entries, so that they are k."""
+    free = torch.ones(k, dtype=torch.bool, device=hits.device)
+    free[hits[hits < k]] = False
+    return torch.cat([hits, free.nonzero().view(-1)[: k - len(hits)]]).sort().values
+
+
+# -- values on the wire ---------------------------------------------------------------------------------------------
+
+
+def encode_values(values: Tensor, form: Form) -> list[Tensor]:
+    """Values (k,) as tensors to gather.
+
+    An integer is a sign and the level of the magnitude between the least and the largest of its bucket: of selected
+    values none is near zero. Rounding a value takes less from it than there is.
+    """
+    if form in ("fp32", "bf16"):
+        return [values.to(torch.bfloat16 if form == "bf16" else torch.float32)]
+    bits = int(form.removeprefix("int"))
+    missing = -len(values) % BUCKET
+    v = torch.cat([values, values[-1:].expand(missing)]).view(-1, BUCKET)
+    low, high = v.abs().aminmax(dim=1, keepdim=True)
+    step = (high - low) / (2 ** (bits - 1) - 1)
+    level = ((v.abs() - low) * step.reciprocal().nan_to_num_(posinf=0)).round_().clamp_(0, 2 ** (bits - 1) - 1)
+    codes = level.nan_to_num_().to(torch.uint8) | (v < 0).to(torch.uint8) << bits - 1
+    return [torch.cat([low, step], dim=1), pack(codes.view(1, -1)[:, : len(values)], bits)[0]]
+
+
+def decode_values(coded: Sequence[Tensor], form: Form, k: int) -> Tensor:
+    """(ranks, k) in fp32, of every rank's `encode_values`."""
+    if form in ("fp32", "bf16"):
+        return coded[0].float()
+    scales, packed = coded
+    bits = int(form.removeprefix("int"))
+    codes = unpack(packed, bits, k)
+    low, step = scales.repeat_interleave(BUCKET, dim=1)[:, :k].unbind(2)
+    magnitude = low + step * (codes & 2 ** (bits - 1) - 1)
+    return torch.where(codes >= 2 ** (bits - 1), -magnitude, magnitude)

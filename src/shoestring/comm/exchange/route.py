@@ -1,0 +1,116 @@
+"""The way of an exchange over the mesh of ranks: flat over all of them, or hierarchical.
+
+Hierarchical is the 2D torus (Mikami et al., arXiv 1811.05233) with the codec between hosts only (HiTopKComm, Shi et
+al., MLSys 2021): reduce-scatter along the ranks of a host, the codec along the hosts on 1/local of the rows each,
+all-gather along the ranks of a host. Slow links then carry only what the codec leaves, once a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring._torch import all_gather_single, foreach_copy_, reduce_scatter_single
+from shoestring.comm.codecs.codec import Codec, Grads, Mean
+from shoestring.comm.exchange.wire import Wire, naming
+from shoestring.core.feature import HOSTS, LOCAL
+from shoestring.core.trace import span
+from shoestring.core.world import World
+
+
+class Route:
+    """Exchanges over `dimensions` of the mesh.
+
+    Args:
+        torus: run the codec between hosts only, where there are several with several ranks.
+        totals: let the codec add up over the ranks of a host, each of which holds a shard of the gradients.
+    """
+
+    def __init__(self, world: World, dimensions: Sequence[str], *, torus: bool = False, totals: bool = False) -> None:
+        torus = torus and len(dimensions) == 2 and min(world.ranks_over([axis]) for axis in dimensions) > 1
+        self.outer = Wire(world.group([HOSTS] if torus else dimensions), world.device)
+        self.inner = Wire(world.group([LOCAL]), world.device) if torus else None
+        self.shards = Wire(world.group([LOCAL]), world.device) if totals else self.inner
+
+    @property
+    def sent(self) -> int:
+        return self.outer.sent
+
+    @property
+    def size(self) -> int:
+        """Ranks that a codec exchanges with."""
+        return self.outer.size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective waits for another rank."""
+        return self.outer.timeout
+
+    def close(self) -> None:
+        self.outer.close()
+        if self.shards is not None:
+            self.shards.close()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `Turn.total`."""
+        if self.shards is None:
+            return tensor
+        (mean,) = self.shards.start([Mean(tensor.clone())])()
+        return mean * self.shards.size
+
+    def run(self, codec: Codec, grads: Grads, step: int) -> bool:
+        """See `Wire.run`."""
+        if self.inner is None:
+            return self.outer.run(codec, grads, step, self.total)
+        with span("reduce-scatter", "wire"), naming(f"reduce-scatter between the {self.inner.size} ranks of a host"):
+            mine = scattered(self.inner, list(grads.values()))
+        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step, self.total)
+        with span("all-gather", "wire"), naming(f"all-gather between the {self.inner.size} ranks of a host"):
+            gathered(self.inner, mine, list(grads.values()))
+        return finite
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """What of a tensor this rank's codec sees."""
+        return tensor if self.inner is None else _blocks(tensor, self.inner.size)[self.inner.rank]
+
+
+def scattered(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's rows of the average over the wire's ranks: row block r of every tensor is for rank r.
+
+    Shapes: (n, …) becomes (ceil(n / ranks), …), the last block padded with zeros.
+    """
+    blocks = [_blocks(tensor, wire.size) for tensor in tensors]
+    whole = torch.cat([block.flatten(1) for block in blocks], dim=1)
+    mine = whole.new_empty(whole.shape[1])
+    reduce_scatter_single(mine, whole.view(-1), group=wire.group)
+    mine.div_(wire.size)
+    parts = mine.split([block[0].numel() for block in blocks])
+    return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
+
+
+def gathered(wire: Wire, mine: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """The inverse of `scattered`: put every rank's rows into `tensors`."""
+    flat = torch.cat([part.reshape(-1) for part in mine])
+    whole = flat.new_empty(wire.size, flat.numel())
+    all_gather_single(whole.view(-1), flat, group=wire.group)
+    parts = whole.split([part.numel() for part in mine], dim=1)
+    rows = [
+        part.reshape(-1, *block.shape[1:])[: _rows(tensor)].view(tensor.shape)
+        for part, block, tensor in zip(parts, mine, tensors, strict=True)
+    ]
+    foreach_copy_(list(tensors), rows)
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def _blocks(tensor: Tensor, count: int) -> Tensor:
+    """(n, …) as (count, ceil(n / count), …), padded with zeros."""
+    tensor = tensor if tensor.ndim else tensor.view(1)
+    missing = -len(tensor) % count
+    padded = F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor
+    return padded.unflatten(0, (count, -1))

@@ -1,0 +1,1 @@
+"""Replicas that train on their own, and the outer optimizer that merges them."""

@@ -1,0 +1,98 @@
+"""Which parameters are merged together, and the outer optimizer's copy of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shoestring._torch import foreach_copy_
+from shoestring.comm.codecs.dense import flattened, spread, views
+from shoestring.comm.exchange.replicas import local
+from shoestring.models.blocks import repeated
+
+
+def units(model: nn.Module) -> list[list[str]]:
+    """Names of trained parameters that stay together: those of each repeated layer, and each of the others."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found, left = [], dict(names)
+    for block in repeated(model):
+        found.append([name for parameter in block.parameters() if (name := left.pop(parameter, None)) is not None])
+    return [unit for unit in found if unit] + [[name] for name in left.values()]
+
+
+def shared_out(model: nn.Module, count: int, layout: str) -> list[list[str]]:
+    """The units of a model as `count` groups: layers strided or in sequence, the others where there is least."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    layers, groups = [unit for unit in units(model) if len(unit) > 1], [[] for _ in range(count)]
+    others = [name for unit in units(model) if len(unit) == 1 for name in unit]
+    for index, unit in enumerate(layers):
+        groups[index % count if layout == "strided" else index * count // len(layers)] += unit
+    for name in sorted(others, key=lambda name: -sizes[name]):
+        min(groups, key=lambda group: sum(sizes[each] for each in group)).append(name)
+    return groups
+
+
+class Fragment:
+    """Parameters that are merged together, and the outer optimizer's copy of this rank's part of them.
+
+    Args:
+        phase: it is due after every step n with n = phase modulo `every`.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], phase: int, momentum: bool) -> None:
+        self.parameters, self.phase = parameters, phase
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
+        self.anchor = flattened(self.weights, self.dtype)  # theta_old
+        self.velocity = torch.zeros_like(self.anchor) if momentum else None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """This rank's part of each parameter, as it lies now: sharding may put others in their place."""
+        return [local(parameter) for parameter in self.parameters.values()]
+
+    def behind(self) -> Tensor:
+        """The pseudo-gradient Delta, flat."""
+        flat = flattened(self.weights, self.dtype)
+        return torch.sub(self.anchor, flat, out=flat)
+
+    def advance(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
+        """One step of the outer optimizer, SGD as torch has it; overwrites `mean`."""
+        if self.velocity is not None and momentum:
+            self.velocity.mul_(momentum).add_(mean)
+            mean = mean.add_(self.velocity, alpha=momentum) if nesterov else self.velocity
+        self.anchor.sub_(mean, alpha=lr)
+
+    def adopt(self, alpha: float = 0.0) -> None:
+        """Take the outer optimizer's weights, but for a share of the replica's own."""
+        flat = self.anchor
+        if alpha:
+            flat = flattened(self.weights, self.dtype).lerp_(self.anchor, 1 - alpha)
+        spread(flat, self.weights)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat tensor by the parameters' names."""
+        return dict(zip(self.parameters, views(flat, self.weights), strict=True))
+
+    def whole(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same for saving: sharded as the parameters are."""
+        return {name: _like(part, self.parameters[name]) for name, part in self.named(flat).items()}
+
+    def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
+        """The inverse of `whole`, into `flat`."""
+        parts = [_part(saved[name], parameter) for name, parameter in self.parameters.items()]
+        foreach_copy_(views(flat, self.weights), parts)
+
+
+def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def _part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device)
+    return local(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))

@@ -1,0 +1,138 @@
+"""Attaching an outer optimizer to a job, and what of it survives: what is each rank's own, and what is the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoestring.comm.exchange.worker import Task
+from shoestring.comm.local.outer import ASKED, Flight, Outer, flawed
+from shoestring.core.feature import DATA, LOCAL, Phase
+from shoestring.core.job import Job
+
+if TYPE_CHECKING:
+    from shoestring.comm.settings.local_steps import LocalSteps
+
+log = logging.getLogger("shoestring")
+
+
+def install(job: Job, settings: LocalSteps) -> None:
+    """Merge the job's replicas after its optimizer's steps from now on."""
+    outer = Outer(job, settings)
+    job.exits.callback(outer.close)
+    job.at(Phase.OUTER, outer.after_step)
+    if job.world.ranks_over(settings.over) > 1:
+        job.refuse_with(outer.refuse)
+    keep(job, outer)
+
+
+def keep(job: Job, outer: Outer) -> None:
+    """Weights and the optimizer's state differ between replicas now; the outer optimizer's are the same."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
+    job.keep("outer", Agreed(outer), across="shard" if sharded else "same")
+    own = Own(outer)
+    job.keep("replica", own, across="own", merge=own.merge)
+    replicas = job.world.ranks_over(outer.settings.over)
+    mine = job.world.index_over(outer.settings.over)
+
+    def of_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """One former rank's, equal for all ranks of this replica, and spread over the former ones."""
+        return states[mine * len(states) // replicas]
+
+    def of_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        return states[0]
+
+    for name, merge in {"model": averaged, "optimizer": of_one, "scaler": of_first, "progress": of_first}.items():
+        job.kept[name] = replace(job.kept[name], across="own", merge=merge)
+
+
+def averaged(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """The mean of the weights of all replicas; in float64, so that the mean of equal ones is equal to them."""
+
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors[0].is_floating_point():
+            return tensors[0]
+        return torch.stack(list(tensors)).mean(0, dtype=torch.float64).to(tensors[0].dtype)
+
+    return {name: mean([state[name] for state in states]) for name in states[0]}
+
+
+class Agreed:
+    """The outer optimizer's state, and means that have come back but are not due yet: the same for all replicas."""
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        fragments = self.outer.fragments
+        anchors = [fragment.whole(fragment.anchor) for fragment in fragments]
+        velocities = [fragment.whole(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
+        flights = [self._saved(flight) for flight in self.outer.flights if not flawed(flight.told.result())]
+        return {"anchor": _joined(anchors), "velocity": _joined(velocities), "flights": flights}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for fragment in self.outer.fragments:
+            fragment.load(fragment.anchor, state_dict["anchor"])
+            if fragment.velocity is not None and state_dict["velocity"]:
+                fragment.load(fragment.velocity, state_dict["velocity"])
+        self.outer.flights = [self._restored(saved) for saved in state_dict["flights"]]
+
+    def _saved(self, flight: Flight) -> dict[str, Any]:
+        means = zip(flight.fragments, flight.means, strict=True)
+        named = [self.outer.fragments[i].whole(mean) for i, mean in means]
+        head = {"fragments": flight.fragments, "due": flight.due, "plain": flight.plain}
+        return {**head, "means": named, "buffers": flight.buffers, "told": flight.told.result()}
+
+    def _restored(self, saved: dict[str, Any]) -> Flight:
+        fragments = [self.outer.fragments[i] for i in saved["fragments"]]
+        means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
+        for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
+            if list(named) != list(fragment.parameters):
+                raise ValueError("it was saved with other fragments under way")
+            fragment.load(mean, named)
+        device = means[0].device
+        buffers = [buffer.to(device) for buffer in saved["buffers"]]
+        size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
+        told[:, ASKED] = 0  # to stop the run that was saved
+        told = told if len(told) == size else told.new_zeros(size, told.shape[1])
+        return Flight(saved["fragments"], saved["due"], saved["plain"], means, buffers, Task.of(told))
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+class Own:
+    """What a rank holds for itself: its codec's residual, and how many targets it has told the others of."""
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+        torus = outer.link.route.inner is not None
+        self.locals = outer.job.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
+
+    def state_dict(self) -> dict[str, Any]:
+        for flight in self.outer.flights:
+            flight.told.result()  # the codec is at work until then
+        return {"locals": self.locals, "told": self.outer.told, "codec": self.outer.codec.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        told = state_dict["told"]
+        self.outer.told = self.outer.job.progress.tokens if told is None else told
+        self.outer.codec.load_state_dict(state_dict["codec"])
+
+    def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """Residuals of the ranks that hold the same rows; those are lost where hosts had another number of ranks."""
+        merged = {"locals": self.locals, "told": None, "codec": {}}
+        if states[0]["locals"] != self.locals:
+            log.warning("what the replicas had not sent yet is lost: the ranks of a host hold other rows than before")
+            return merged
+        alike = [state["codec"] for state in states[rank % self.locals :: self.locals]]
+        return merged | {"codec": self.outer.codec.merged(alike)}

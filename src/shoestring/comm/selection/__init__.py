@@ -1,0 +1,1 @@
+"""Which layers are compressed, and which are sent this step."""

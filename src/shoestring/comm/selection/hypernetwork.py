@@ -1,0 +1,136 @@
+"""A small network that learns, while the model trains, which layers are worth their bytes.
+
+After "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024), of which only the idea is public: layers
+that contribute more to learning are sent first. The objective and the training are our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from shoestring.comm.selection.select import Layers, Notes, Selector, fitting
+
+Weights = dict[str, np.ndarray]
+
+
+class Hypernetwork(Selector):
+    """From each layer's features to the probability p of sending it, by one hidden layer.
+
+    Maximises J = Σ p (v - λ b) by its gradient. b is a layer's bytes, as a share of all. v is what sending would have
+    lowered the loss by, to first order, as a share of all: ⟨g, M⟩, with g of the next step, whose noise is not in M. It
+    is known of layers that were sent and of those that were not, so that nothing has to be tried out. λ is the price of
+    a byte: it rises while Σ p b exceeds the budget, and falls while it does not.
+
+    Its numbers are fp64 and come by + - x / and √ alone, in a fixed order: all IEEE machines round these alike, so
+    ranks with different processors choose alike. Hence x / (1 + |x|) and not tanh, and a logarithm of its own.
+
+    Args:
+        hidden: units.
+        rate: length of a step of training; the direction is the gradient's.
+        repeats: steps of training after each exchange.
+        longest: steps that a layer waits at most, as far as the budget allows; what it is worth is an estimate.
+        progress: steps after which training counts as half done.
+    """
+
+    learns: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        hidden: int = 16,
+        rate: float = 0.1,
+        repeats: int = 4,
+        longest: int = 50,
+        progress: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        self.hidden, self.rate, self.repeats, self.longest = hidden, rate, repeats, longest
+        self.progress, self.seed = progress, seed
+
+    def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
+        net = {key: note.cpu().numpy() for key, note in notes.items()} or self._start()
+        X = self._features(layers)
+        if net["recent"].shape[1:] == X.shape:
+            net |= self._learnt(net, layers)
+        p = probability(forward(net, X)[1])
+        spent = float((p * layers.price).sum()) / layers.budget
+        net["price"] = np.maximum(net["price"] * min(max(0.9 + 0.1 * spent, 0.8), 1.25), 1e-6)
+        earlier = net["recent"][-1:] if net["recent"].shape[1:] == X.shape else X[None]
+        net["recent"] = np.concatenate([earlier, X[None]])
+        draws = np.random.default_rng((self.seed, layers.step)).random(len(p))
+        # First what has waited too long or was being saved for, then those drawn, then the likeliest of the others.
+        urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
+        order = np.lexsort((-p, draws >= p, ~urgent))
+        chosen = fitting(order, layers, patience=layers.budget)
+        large = (layers.price > layers.budget) & ((draws < p) | urgent)
+        net["saving"] = np.array(next((layer for layer in order if large[layer] and layer not in chosen), -1))
+        return chosen, {key: torch.from_numpy(np.array(value)) for key, value in net.items()}
+
+    def _start(self) -> Weights:
+        draw = np.random.default_rng(self.seed).random
+        return {
+            "W": draw((7, self.hidden)) - 0.5,
+            "w": (draw((self.hidden, 1)) - 0.5) / self.hidden,
+            "price": np.ones(()),
+            "saving": np.array(-1),
+            "recent": np.zeros((0, 0, 7)),
+        }
+
+    def _features(self, layers: Layers) -> np.ndarray:
+        """(layers, 7): size, gradient, residual and waiting, each compared with other layers; depth, progress, 1."""
+        squares = np.maximum(layers.gradient, 1e-60)
+        compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
+        depth = np.arange(len(squares)) / len(squares) - 0.5
+        done = np.full(len(squares), layers.step / (layers.step + self.progress))
+        return np.stack([*map(standard, compared), depth, done, np.ones(len(squares))], axis=1)
+
+    def _learnt(self, net: Weights, layers: Layers) -> Weights:
+        """A few steps up the gradient of J, for the choice before the last: its v is known since the last exchange."""
+        v = layers.gain
+        worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
+        X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}
+        for _ in range(self.repeats):
+            H, z = forward(weights, X)
+            dz = worth[:, None] / (1 + z**2) / np.sqrt(1 + z**2)
+            dw = product(H.T, dz)
+            dW = product(X.T, dz * weights["w"].T * (1 - np.abs(H)) ** 2)
+            length = self.rate / max(float(np.sqrt((dw**2).sum() + (dW**2).sum())), 1e-300)
+            weights = {"W": weights["W"] + length * dW, "w": weights["w"] + length * dw}
+        return weights
+
+
+def forward(net: Weights, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden units (layers, hidden) and the output (layers, 1)."""
+    H = squashed(product(X, net["W"]))
+    return H, product(H, net["w"])
+
+
+def probability(z: np.ndarray) -> np.ndarray:
+    """(layers,) in (0, 1), of slope (1 + z²)^-1.5 / 2."""
+    return (0.5 + 0.5 * z / np.sqrt(1 + z**2))[:, 0]
+
+
+def squashed(x: np.ndarray) -> np.ndarray:
+    """x / (1 + |x|), whose slope is (1 - |y|)²."""
+    return x / (1 + np.abs(x))
+
+
+def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    """A B, without BLAS, whose order of summation differs between processors."""
+    return (A[:, :, None] * B[None]).sum(1)
+
+
+def standard(x: np.ndarray) -> np.ndarray:
+    """With mean 0 and variance 1, or 0 where all are alike."""
+    centred = x - x.mean()
+    return centred / np.sqrt((centred**2).mean() + 1e-6)
+
+
+def log2(x: np.ndarray) -> np.ndarray:
+    """The logarithm, exact at powers of two and straight between them."""
+    mantissa, exponent = np.frexp(x)
+    return exponent + 2 * mantissa - 2

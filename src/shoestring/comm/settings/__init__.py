@@ -1,0 +1,1 @@
+"""Settings of the features of `comm`, free of torch."""

@@ -1,0 +1,356 @@
+"""`shoestring checkpoint`: the saves of a run, wherever they are; listed, verified, shown and deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoestring import run as runs
+from shoestring.checkpoint import Plain, Tiered
+from shoestring.checkpoint.attached import slots_folder
+from shoestring.checkpoint.format.layout import PRIVATE
+from shoestring.checkpoint.format.manifest import Record
+from shoestring.checkpoint.format.tree import root
+from shoestring.checkpoint.interop import exports
+from shoestring.checkpoint.recovery.resume import forget_all
+from shoestring.checkpoint.tiers import peer_copies
+from shoestring.checkpoint.tiers.claim import LOCK
+from shoestring.checkpoint.tiers.disk import ASIDE, MANIFEST, Disk
+from shoestring.checkpoint.tiers.file_acts import Files, Lock
+from shoestring.checkpoint.tiers.slots import seals
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.world import World
+
+DISK, MEMORY = "disk", "memory"
+Places = tuple[tuple[Path, Record], ...]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Where the saves of a run are."""
+
+    folder: Path
+    """On disk."""
+    memory: Path
+    """In this host's memory."""
+    run: Path | None
+    """The run folder, where it has a run file."""
+
+    only: Path | None = None
+    """The one save that was named."""
+
+    @classmethod
+    def of(cls, path: Path) -> Archive:
+        """By a run folder, the folder of its saves, or one save. It need not be there any more.
+
+        Raises:
+            ConfigError: its run file is damaged.
+        """
+        only = path if (path / MANIFEST).exists() or path.is_file() else None
+        path = path.parent if only else path
+        for home in (path, path.parent):
+            if (home / "run.toml").is_file():
+                settings = _settings(home)
+                if path in (home, home / settings.folder):
+                    return cls(home / settings.folder, slots(settings, home / settings.folder), home, only)
+        settings = Tiered()
+        there = path.exists() or slots(settings, path).is_dir()
+        folder = path if there and not (path / settings.folder).is_dir() else path / settings.folder
+        return cls(folder, slots(settings, folder), None, only)
+
+    def found(self) -> list[Save]:
+        """What is there, newest first; nothing, perhaps."""
+        there = [save for save in (*self._on_disk(), *self._in_memory()) if self.only in (None, save.path)]
+        return sorted(there, key=lambda save: (save.step, save.start, save.level == DISK), reverse=True)
+
+    def some(self) -> list[Save]:
+        """What is there, newest first.
+
+        Raises:
+            CheckpointError: nothing is.
+        """
+        if found := self.found():
+            return found
+        raise CheckpointError(f"`{self.folder}` holds no save", hint=self._beside())
+
+    def _on_disk(self) -> Iterator[Save]:
+        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
+            if path.is_file() and path.suffix == ".safetensors":
+                yield Save(_number(path.name), 0, DISK, 1, path.stat().st_size, "complete", _time(path), path)
+            elif (path / MANIFEST).exists() and not path.name.startswith("."):
+                yield _committed(path)
+            elif path.is_dir():
+                size = sum(each.stat().st_size for each in path.iterdir())
+                yield Save(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
+
+    def _in_memory(self) -> Iterator[Save]:
+        sealed: dict[Any, list[tuple[Path, Record]]] = {}
+        for folder in sorted(self.memory.glob("host-*")):
+            for path, record in seals(folder):
+                sealed.setdefault(record.generation, []).append((path, record))
+        for generation, of in sealed.items():
+            places = tuple((path.parent, record) for path, record in of)
+            size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
+            newest, state = max(_time(path) for path, _ in of), _state(places)
+            step, start, folder = generation.step, generation.start, places[0][0]
+            yield Save(step, start, MEMORY, generation.ranks, size, state, newest, folder, places)
+
+    def pick(self, step: int | None) -> Save:
+        """The save of a step, else the newest; on disk rather than in memory, which may be written at any time.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
+        there = [save for save in self.found() if not save.state.startswith(("not", "damaged"))]
+        there.sort(key=lambda save: save.level == DISK, reverse=True)
+        chosen = next((save for save in there if step in (None, save.step)), None)
+        if chosen is not None:
+            return chosen
+        known = sorted({save.step for save in there})
+        if step is None or not known:
+            raise CheckpointError(f"`{self.folder}` holds no save", hint=self._beside())
+        near = min(known, key=lambda each: abs(each - step))
+        listed = ", ".join(map(str, known))
+        raise CheckpointError(f"there is no save of step {step}", hint=f"the nearest is {near}; there are {listed}")
+
+    def _beside(self) -> str:
+        around = {path.parent.parent for path in self.folder.parent.parent.glob("*/checkpoints/step-*")}
+        listed = ", ".join(f"`{path}`" for path in sorted(around))
+        return f"there are saves in {listed}" if listed else "name a run folder, or the folder of its saves"
+
+
+@dataclass(frozen=True)
+class Save:
+    """One generation at one level, or what is left of it."""
+
+    step: int
+    start: int
+    level: str
+    ranks: int
+    bytes: int
+    state: str
+    """complete, "ranks … of …" for what this host has of it, not committed, or damaged."""
+    time: float
+    """Seconds since 1970."""
+    path: Path
+    places: Places = field(default=(), repr=False)
+
+    def row(self) -> dict[str, Any]:
+        """For a table."""
+        names = ("step", "start", "level", "ranks", "bytes", "state")
+        saved = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.time))
+        return {name: getattr(self, name) for name in names} | {"time": saved, "path": str(self.path)}
+
+    def content(self) -> exports.Saved:
+        """What is in it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return exports.opened(self.places) if self.places else exports.one_file(self.path)
+
+
+def _committed(path: Path) -> Save:
+    try:
+        record = Record.read(path / MANIFEST)
+    except CheckpointError as error:
+        return Save(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.described()[1]}", _time(path), path)
+    places = ((path, record),)
+    generation, size = record.generation, sum(entry.nbytes for entry in record.parts.values())
+    state, when = _state(places), _time(path / MANIFEST)
+    return Save(generation.step, generation.start, DISK, generation.ranks, size, state, when, path, places)
+
+
+def _state(places: Places) -> str:
+    """As far as names and lengths tell."""
+    for folder, record in places:
+        for name in record.parts:
+            try:
+                exports.part_of(folder, record, name)
+            except CheckpointError as error:
+                return f"damaged: {error.described()[1]}"
+    ranks = places[0][1].generation.ranks
+    there = [rank for rank in range(ranks) if any(f"{PRIVATE}-{rank}" in record.parts for _, record in places)]
+    return "complete" if len(there) == ranks else f"ranks {', '.join(map(str, there)) or 'none'} of {ranks}"
+
+
+def _number(name: str) -> int:
+    digits = name.lstrip(".").removeprefix("step-")[:8]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def slots(settings: Tiered, folder: Path) -> Path:
+    """Where the slots of a run lie in this host's memory, by the folder of its saves."""
+    return slots_folder(replace(settings, folder=str(folder)), World(), make=False).parent
+
+
+def _settings(home: Path) -> Tiered:
+    """How a run saves, by its run file."""
+    for feature in runs.load(str(home)).features:
+        if isinstance(feature, Tiered):
+            return feature
+        if isinstance(feature, Plain):
+            return Tiered(folder=feature.folder)
+    return Tiered()
+
+
+# -- verifying and showing --------------------------------------------------------------------------------------------
+
+
+def verified(archive: Archive, step: int | None) -> list[dict[str, Any]]:
+    """The saves, or those of one step, each with its `damage`; what was never committed is not looked at.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    there = archive.some()
+    if step is not None and all(save.step != step for save in there):
+        archive.pick(step)  # says what there is
+    chosen = [save for save in there if step in (None, save.step) and save.state != "not committed"]
+    return [{**save.row(), "damage": verify(save)} for save in chosen]
+
+
+def verify(save: Save) -> list[str]:
+    """Read everything; what is wrong with it, a line each."""
+    if not save.places:
+        return [save.state] if save.state.startswith("damaged") else _said(save.content) if save.path.is_file() else []
+    wrong = []
+    for folder, record in save.places:
+        for name in record.parts:
+            wrong += _said(lambda folder=folder, record=record, name=name: _verify_part(folder, record, name))
+    if wrong:
+        return wrong
+    content = save.content()
+    lacking = [name for name, stored in content.tensors.items() if not stored.complete]
+    return [f"`{name}` is incomplete" for name in lacking] if save.state == "complete" else []
+
+
+def _said(work: Any) -> list[str]:
+    try:
+        work()
+    except CheckpointError as error:
+        return [error.described()[1]]
+    return []
+
+
+def _verify_part(folder: Path, record: Record, name: str) -> None:
+    part = exports.part_of(folder, record, name)
+    part.verify()
+    if not name.startswith(peer_copies.PARITY):
+        _ = part.about, part.pieces
+
+
+def shown(save: Save) -> dict[str, Any]:
+    """What is in a save: the states with their bytes, the tensors, and what else there is."""
+    content = save.content()
+    owned = {name: f"{len(content.own)} ranks' own" for states in content.own.values() for name in states}
+    states = []
+    for name, across in [*dict.fromkeys(content.shared, "of all ranks").items(), *owned.items()]:
+        mine = [stored for stored in content.tensors.values() if _of(stored.name) in (name, root(name))]
+        values = [] if across != "of all ranks" else _values(content.state(name))
+        states.append({"name": name, "across": across, "tensors": len(mine), "bytes": sum(s.nbytes for s in mine)})
+        states[-1]["values"] = dict(values[:20])
+    tensors = [
+        {
+            "name": stored.name,
+            "dtype": str(stored.dtype).removeprefix("torch."),
+            "shape": list(stored.shape),
+            "pieces": [[list(box.offset), list(box.shape)] for box, _ in stored.pieces],
+            "bytes": stored.nbytes,
+        }
+        for stored in sorted(content.tensors.values(), key=lambda stored: stored.name)
+    ]
+    return {"save": save.row(), "states": states, "tensors": tensors}
+
+
+def _of(name: str) -> str:
+    """The state that a tensor belongs to."""
+    rank, colon, path = name.partition(":")
+    return (path if colon and rank.isdecimal() else name).strip("/").partition("/")[0]
+
+
+def _values(state: Any, path: str = "") -> list[tuple[str, Any]]:
+    """What of a state is no tensor, by its path."""
+    if isinstance(state, exports.Stored):
+        return []
+    if isinstance(state, Mapping):
+        return [pair for key, each in state.items() for pair in _values(each, f"{path}/{key}")]
+    if isinstance(state, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in state):
+        return [pair for at, each in enumerate(state) for pair in _values(each, f"{path}/{at}")]
+    return [(path.strip("/"), state)]
+
+
+# -- deleting ---------------------------------------------------------------------------------------------------------
+
+
+def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
+    """Delete all but the newest saves on disk, once those have proved good; and what a dead run has in memory.
+
+    Raises:
+        ConfigError: nothing would be kept.
+        CheckpointError: there is nothing, what would be kept is damaged, or the run is not dead.
+    """
+    if keep < 1:
+        raise ConfigError(f"--keep must be at least 1, got {keep}")
+    going = users(archive.memory)
+    if memory and going:
+        listed = ", ".join(map(str, going))
+        raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
+    every = archive.found() if memory and archive.memory.exists() else archive.some()
+    there = [save for save in every if save.level == DISK and not save.path.is_symlink()]
+    good = [save for save in there if not save.state.startswith(("not", "damaged"))]
+    for save in good[:keep]:
+        if wrong := verify(save):
+            raise CheckpointError(
+                f"nothing is deleted: the save of step {save.step} is damaged: {wrong[0]}", hint="delete that one first"
+            )
+    # Other programs' folders may begin with `step-`, too, and another host may be writing here.
+    left = [save for save in there if ASIDE.fullmatch(save.path.name) and not going and not _locked(archive.folder)]
+    gone = [save.path for save in (*good[keep:], *left)]
+    _delete(archive.folder, gone)
+    if memory and archive.memory.exists():
+        forget_all(archive.memory)
+        gone.append(archive.memory)
+    return gone
+
+
+def _locked(folder: Path) -> bool:
+    """Whether a run holds the lock of its folder of checkpoints."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        held = Lock.of(folder / LOCK)
+    except OSError:
+        return True
+    if held is not None:
+        held.release()
+    return held is None
+
+
+def _delete(folder: Path, paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_file():
+            path.unlink(missing_ok=True)
+    Disk(folder, Files()).retire(path for path in paths if path.is_dir())
+
+
+def users(memory: Path) -> list[int]:
+    """The processes on this host that have a run's slots mapped."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            lines = path.read_text(errors="replace").splitlines()
+            if any(f"{memory.resolve()}/" in line and not line.endswith("(deleted)") for line in lines):
+                found.append(int(path.parent.name))
+    return sorted(found)

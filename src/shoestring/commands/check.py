@@ -1,0 +1,86 @@
+"""What a run file comes to, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shoestring import build
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import arranged, check_owners, ordered
+from shoestring.core.job import Job
+from shoestring.core.kept import Progress
+from shoestring.core.task import cross_entropy
+from shoestring.core.world import World
+from shoestring.run import Run
+from shoestring.training.data_loading import offered
+
+GIB = 2**30
+
+
+def check(run: Run, workers: int = 1) -> Iterator[str]:
+    """The resolved run, the order of its features, parameters and memory, as lines.
+
+    Raises:
+        ConfigError: whatever training would refuse before it allocates anything.
+    """
+    # Ranks as on one host; no process group is needed to check.
+    world = arranged(World(size=workers, local_size=workers), run.features)
+    completed = run.completed(world)
+    yield completed.dump()
+    told = offered(run)
+    with torch.device("meta"):
+        model = build.model(run.settings.model, run.model, told, run.settings.seed)
+    job = Job(model, progress=Progress(total=run.settings.steps), world=world)
+    job.features = tuple(feature.resolve(world) for feature in completed.features)
+    check_owners(job.features)
+    for feature in job.features:
+        feature.check(job)
+    readers = world.ranks_over(job.data_axes)
+    micro, rest = divmod(run.settings.batch, readers * run.settings.accumulate)
+    if rest or not micro:
+        raise ConfigError(
+            f"`run.batch` of {run.settings.batch} does not divide by {readers} ranks x {run.settings.accumulate}",
+            hint=f"use {max(1, micro) * readers * run.settings.accumulate}",
+        )
+    yield "order of application:"
+    for seam, feature in ordered(job.features):
+        why = feature.explain(job)
+        yield f"  {seam.name:6} {feature.name}{'  (' + why + ')' if why else ''}"
+    yield from _memory(job, micro, run)
+
+
+def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
+    weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
+    shards = job.world.ranks_over(job.data_axes) if job.engine == "fsdp" else 1
+    state = 4 * weights / shards
+    yield f"parameters: {sum(p.numel() for p in job.parameters):,}"
+    yield f"weights, gradients and two averages a rank: {state / GIB:.3f} GiB"
+    try:
+        held = activation_bytes(job.model, micro, run.data.sequence)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        yield f"activations: not estimated ({type(error).__name__} on the meta device)"
+        return
+    yield f"activations of {micro} samples a rank, before any recomputing: {held / GIB:.3f} GiB"
+    yield f"together: {(state + held) / GIB:.3f} GiB a rank"
+
+
+def activation_bytes(model: nn.Module, samples: int, sequence: int) -> int:
+    """Bytes that one forward pass and its loss hold for the backward pass; measured on the meta device."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(tensor) not in own and storage._cdata not in held:
+            held[storage._cdata] = storage.nbytes()
+            kept.append(tensor)  # alive, so that no other storage takes its place
+        return tensor
+
+    tokens = torch.zeros(samples, sequence, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        cross_entropy(model(tokens), {"targets": tokens})
+    return sum(held.values())

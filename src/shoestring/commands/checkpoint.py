@@ -1,0 +1,212 @@
+"""The actions of `shoestring checkpoint`. As in `cli`, importing this module imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg, subcommand
+
+
+@dataclass(frozen=True)
+class Ls:
+    """List the saves of a run, on disk and in this host's shared memory."""
+
+    run: Positional[Path]
+    """A run folder, the folder of its saves, or one of them."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive
+
+        _print([save.row() for save in Archive.of(self.run).some()], self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read all that was saved and say what is damaged; the exit code is 1 if anything is."""
+
+    run: Positional[Path]
+    """A run folder, the folder of its saves, or one of them."""
+    step: Positional[int | None] = None
+    """Of this step only."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive, verified
+
+        rows = verified(Archive.of(self.run), self.step)
+        _print(rows, self.json)
+        return 1 if any(row["damage"] for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """Say what is in a save: states, and tensors with their types, shapes and pieces."""
+
+    run: Positional[Path]
+    """A run folder, the folder of its saves, or one of them."""
+    step: Positional[int | None] = None
+    """The newest on disk where nothing is said."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive, shown
+
+        found = shown(Archive.of(self.run).pick(self.step))
+        print(json.dumps(found, indent=2) if self.json else "\n".join(_described(found)))
+        return 0
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a save for other programs."""
+
+    run: Positional[Path]
+    """A run folder, the folder of its saves, or one of them."""
+    to: Path
+    """A new folder."""
+    step: Positional[int | None] = None
+    """The newest on disk where nothing is said."""
+    way: Annotated[Literal["safetensors", "dcp", "hf"], arg(name="as")] = "safetensors"
+    """The weights under their own names; everything for torch.distributed.checkpoint; or a Hugging Face model."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive
+        from shoestring.commands.interchange import export
+
+        archive = Archive.of(self.run)
+        for path in export(archive, archive.pick(self.step), self.to, self.way):
+            print(path)
+        return 0
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a save of what another program wrote, from which a run goes on with any number of ranks."""
+
+    folder: Positional[Path]
+    """What torch.distributed.checkpoint, safetensors or Hugging Face wrote."""
+    to: Path
+    """A run folder without saves; it may be new."""
+    way: Annotated[Literal["safetensors", "dcp"], arg(name="as")] = "safetensors"
+    """What `folder` is."""
+    step: int | None = None
+    """Steps that count as done; where nothing is said, what `folder` says, or none."""
+    model: str = "model"
+    """dcp: what the model is called there; empty if nothing else is in it."""
+    optimizer: str = "optimizer"
+    """dcp: what the optimizer is called there."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive
+        from shoestring.commands.interchange import take_in
+
+        print(take_in(Archive.of(self.to), self.folder, self.way, self.step, self.model, self.optimizer))
+        return 0
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Delete older saves, once those that are kept have proved good."""
+
+    run: Positional[Path]
+    """A run folder, or the folder of its saves."""
+    keep: int
+    """How many of the newest saves on disk to keep."""
+    memory: bool = False
+    """Also what a run that has died has left in this host's shared memory."""
+    json: bool = False
+    """Print JSON."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.archive import Archive, prune
+
+        gone = [str(path) for path in prune(Archive.of(self.run), self.keep, self.memory)]
+        print(json.dumps(gone, indent=2) if self.json else "\n".join(f"deleted {path}" for path in gone))
+        return 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """List, verify, show, export, import and delete the saves of a run."""
+
+    action: (
+        Annotated[Ls, subcommand("ls", prefix_name=False)]
+        | Annotated[Verify, subcommand("verify", prefix_name=False)]
+        | Annotated[Show, subcommand("show", prefix_name=False)]
+        | Annotated[Export, subcommand("export", prefix_name=False)]
+        | Annotated[Import, subcommand("import", prefix_name=False)]
+        | Annotated[Prune, subcommand("prune", prefix_name=False)]
+    )
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        return self.action()
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Rows under the names of their columns, aligned; numbers to the right."""
+    if not rows:
+        return
+    cells = [[_cell(name, value) for name, value in row.items()] for row in rows]
+    columns = list(zip(list(rows[0]), *cells, strict=True))
+    numeric = [all(isinstance(row[column[0]], int | float) for row in rows) for column in columns]
+    for line in zip(*columns, strict=True):
+        widths = [max(map(len, column)) for column in columns]
+        placed = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ]
+        yield "  ".join(placed).rstrip()
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "bytes":
+        return size(value)
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def size(nbytes: int) -> str:
+    """As people write it."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def _print(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    print(json.dumps(rows, indent=2) if as_json else "\n".join(table(rows)))
+
+
+def _described(found: Mapping[str, Any]) -> Iterator[str]:
+    """What `show` says of a save."""
+    yield from (f"{name}: {size(value) if name == 'bytes' else value}" for name, value in found["save"].items())
+    yield ""
+    yield from table([{**state, "values": _values(state["values"])} for state in found["states"]])
+    yield ""
+    yield from table(
+        [
+            {**tensor, "shape": " x ".join(map(str, tensor["shape"])), "pieces": _pieces(tensor["pieces"])}
+            for tensor in found["tensors"]
+        ]
+    )
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    listed = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    return listed if len(listed) <= 70 else f"{listed[:67]}..."
+
+
+def _pieces(pieces: Sequence[Any]) -> str:
+    """How many, and along which dimensions they are cut."""
+    if len(pieces) == 1:
+        return "whole"
+    cut = [str(dim) for dim, firsts in enumerate(zip(*(offset for offset, _ in pieces), strict=True)) if any(firsts)]
+    return f"{len(pieces)} along {', '.join(cut) or 'nothing: copies'}"

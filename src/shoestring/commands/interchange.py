@@ -1,0 +1,184 @@
+"""`shoestring checkpoint export` and `import`: saves in the forms of other programs, and generations made of those."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoestring import build
+from shoestring import run as runs
+from shoestring._torch import tree_map_only
+from shoestring.checkpoint.interop import dcp, exports
+from shoestring.checkpoint.tiers.disk import Disk
+from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.commands.archive import Archive, Save
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
+from shoestring.core.feature import Feature, exported
+from shoestring.data.tokenizer import Tokenizer, load_tokenizer
+from shoestring.models import hf
+from shoestring.models.gpt import GPT
+from shoestring.storage.whole import write_atomic
+
+Way = Literal["safetensors", "dcp", "hf"]
+
+
+def export(archive: Archive, save: Save, to: Path, way: Way) -> list[Path]:
+    """Write a save for other programs; the files.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or there is something at `to`.
+    """
+    if to.exists() and any(to.iterdir() if to.is_dir() else [to]):
+        raise CheckpointError(f"`{to}` is not empty", hint="name a new folder")
+    content = save.content()
+    try:
+        if way == "dcp":
+            own = [name for name in ("model", "optimizer") if name in content.own.get(0, {})]
+            dcp.write(content, [*content.shared, *own], to)
+        elif way == "hf":
+            _as_the_run_does(archive, content, to)
+        else:
+            _weights(archive, content, to)
+    except OSError as error:
+        raise CheckpointError(f"cannot write `{to}`: {error.strerror or error}", hint="name another folder") from error
+    return sorted(path for path in to.rglob("*") if path.is_file())
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run folder says of its model."""
+
+    made_by: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+
+
+def known(archive: Archive) -> Known:
+    """What the run's model is made by.
+
+    Raises:
+        CheckpointError: no run file says so.
+    """
+    if archive.run is None:
+        raise CheckpointError(
+            f"no run.toml beside `{archive.folder}` says what the model is", hint="--as safetensors needs none"
+        )
+    run = runs.load(str(archive.run))
+    path = archive.run / "tokenizer.json"
+    tokenizer = load_tokenizer(path) if path.is_file() else None
+    offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
+    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
+    if (archive.run / build.PRETRAINED).is_dir():
+        made_by["model"] = f"{hf.PREFIX}{archive.run / build.PRETRAINED}"
+    return Known(made_by, tokenizer)
+
+
+def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
+    """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
+    of = known(archive)
+    model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
+    if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
+        raise CheckpointError(f"`{of.made_by['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
+    state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"{content.source} does not fit `{of.made_by['model']}`: {reason}") from error
+    build.save_model(model, of.tokenizer, to, of.made_by)
+
+
+def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
+    """Weights under their own names; with what is needed to build the model from them, where the run folder says it."""
+    tensors, of, model = _leaving(archive, content), None, None
+    with suppress(ShoestringError):
+        of = known(archive)
+        with torch.device("meta"):
+            model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
+        for name in _twins(model) & tensors.keys():
+            del tensors[name]
+    exports.write_safetensors(tensors, to / "model.safetensors")
+    if of is None:
+        return
+    if model is not None and hf.is_pretrained(model):
+        hf.save_config(model, to, build.TRANSFORMERS)
+    else:
+        write_atomic(to / "config.json", json.dumps(build.marked(of.made_by), indent=2).encode())
+    if of.tokenizer is not None:
+        build.save_tokenizer(of.tokenizer, to, of.made_by)
+
+
+def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:
+    """The model as it leaves the run: as it was trained, except where a feature of the run says otherwise."""
+    features = runs.load(str(archive.run)).features if archive.run is not None else ()
+    changing = [feature for feature in features if type(feature).export is not Feature.export]
+    if not changing:
+        return _model(content)
+    weights = {name: stored.read() for name, stored in _model(content).items()}
+    return {name: exports.held(name, weight) for name, weight in exported(changing, weights, _Kept(content)).items()}
+
+
+@dataclass(frozen=True)
+class _Kept(Mapping[str, Any]):
+    """The kept states of a checkpoint, each read when it is asked for."""
+
+    content: exports.Saved
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return tree_map_only(exports.Stored, exports.Stored.read, self.content.state(name))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from {**self.content.shared, **self.content.own.get(0, {})}
+
+    def __len__(self) -> int:
+        return len({**self.content.shared, **self.content.own.get(0, {})})
+
+
+def _model(content: exports.Saved) -> dict[str, exports.Stored]:
+    return {name: stored for name, stored in content.state("model").items() if isinstance(stored, exports.Stored)}
+
+
+def _twins(model: nn.Module) -> set[str]:
+    """Names of weights that have another name, too, which comes first."""
+    named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return set(named) - {name for name, _ in model.named_parameters()}
+
+
+def take_in(archive: Archive, source: Path, way: Way, step: int | None, model: str, optimizer: str) -> Path:
+    """Make a generation of what another program wrote; its folder.
+
+    Raises:
+        CheckpointError: `source` is damaged or lacks a model, or the run has saves already.
+    """
+    if newest := archive.found()[:1]:
+        raise CheckpointError(
+            f"the run has a save of step {newest[0].step} already: `{newest[0].path}`", hint="name a new folder by --to"
+        )
+    if way == "dcp":
+        states = dcp.renamed(dcp.read(source), model, optimizer)
+    else:
+        states = {"model": _read_model(source)}
+    states, done = dcp.with_step(states, step)
+    disk = Disk(archive.folder, Files())
+    try:
+        return exports.commit(states, done, 0, disk)
+    except OSError as error:
+        raise CheckpointError(f"cannot write `{archive.folder}`: {error.strerror or error}") from error
+
+
+def _read_model(source: Path) -> dict[str, torch.Tensor]:
+    """Weights by their names: of a model folder those of the model that it makes, else those in its files."""
+    if (source / "config.json").is_file():
+        with suppress(ConfigError):  # of a model of another library, whose names are as they stand
+            return build.load_model(source)[0].state_dict()
+    if (source / dcp.METADATA).exists():
+        raise CheckpointError(f"`{source}` was written by torch.distributed.checkpoint", hint="add --as dcp")
+    return exports.read_safetensors(source)

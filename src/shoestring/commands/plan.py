@@ -1,0 +1,165 @@
+"""`shoestring plan`: what a step would take under each exchange, the choice, and a run file with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+
+from shoestring import run as runs
+from shoestring.comm import Auto
+from shoestring.comm.auto.choosing import SETTLED, Chooser
+from shoestring.comm.auto.deciding import doubt
+from shoestring.comm.settings.per_step import Exchange
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Seam
+from shoestring.core.trace import Trace
+from shoestring.core.world import World
+from shoestring.parallel import DDP
+from shoestring.run import Run
+from shoestring.storage.whole import write_atomic
+from shoestring.training.data_loading import feed, moved
+from shoestring.training.loop import loader_of, made
+
+SHOWN = 10  # candidates that are printed
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found out, and the run that comes of it; `measured` are seconds of real steps under the choice."""
+
+    chooser: Chooser
+    run: Run
+    facts: dict[str, float]
+    measured: float
+
+
+def plan(run: Run, world: World) -> Planned:
+    """Measure, choose, and take a few steps under the choice; every rank calls it. Data is prepared as for the run.
+
+    Raises:
+        ConfigError: there is one rank, or the run's exchange is none that can be priced.
+    """
+    if world.size == 1:
+        raise ConfigError("one rank exchanges nothing", hint="plan for several: --workers 2, or start it by torchrun")
+    auto = _auto(run)
+    others = tuple(feature for feature in run.features if not isinstance(feature, Auto | Exchange))
+    trial = replace(run, features=(*others, auto)).completed(world)
+    trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
+    with ExitStack() as stack:
+        data = feed(trial, world, Path(run.settings.folder or Path("runs") / run.name))
+        job = stack.enter_context(made(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
+        loader = loader_of(trial, job, data)
+        stack.callback(loader.close)
+        batches, seconds = iter(loader), []
+        job.model.train()
+        for _ in range(SETTLED):
+            micro = [moved(batch, world.device) for batch in next(batches)]
+            world.barrier()
+            began = time.perf_counter()
+            job.step(*micro)
+            seconds.append(time.perf_counter() - began)
+        chooser = job.kept[auto.name].state
+        assert isinstance(chooser, Chooser)
+        return Planned(chooser, _filled_in(run, others, chooser, auto), dict(job.trace.facts), median(seconds[1:]))
+
+
+def _auto(run: Run) -> Auto:
+    """What may be chosen: what [comm.auto] allows, or the codec that the run file names."""
+    wire = [feature for feature in run.features if Seam.WIRE in feature.seams]
+    for feature in wire:
+        if isinstance(feature, Auto):
+            return feature
+        if not isinstance(feature, Exchange) or Seam.OPTIM in feature.seams:
+            raise ConfigError(f"`{feature.name}` cannot be priced", hint="plan chooses among exchanges at every step")
+    return Auto(allow=tuple(_call(feature) for feature in wire if feature.name != "comm.dense"))
+
+
+def _call(feature: Feature) -> str:
+    """A codec's settings as `comm.auto.allow` has them."""
+    common = {each.name for each in fields(Exchange)}
+    own = [each for each in fields(feature) if each.name not in common]
+    given = {each.name: getattr(feature, each.name) for each in own}
+    changed = [
+        f"{each.name}={given[each.name]!r}"
+        for each in own
+        if each.default is MISSING or given[each.name] != each.default
+    ]
+    name = feature.name.split(".")[1]
+    return f"{name}({', '.join(changed)})" if changed else name
+
+
+def _filled_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto) -> Run:
+    """The run file with the choice in the place of what was to be chosen."""
+    choice = chooser.choice
+    assert choice is not None
+    ddp = next((feature for feature in others if isinstance(feature, DDP)), DDP())
+    rest = tuple(feature for feature in others if not isinstance(feature, DDP))
+    if choice.bucket:
+        ddp = replace(ddp, bucket_mb=choice.bucket / 2**20)
+    exchange = (choice.settings(auto.torus),) if choice.codec else ()
+    return replace(run, features=(ddp, *exchange, *rest))
+
+
+def write(planned: Planned, path: Path) -> None:
+    """The chosen run as a run file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_atomic(path, planned.run.dump().encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write `{path}`: {error.strerror}", hint="choose another --out") from error
+
+
+def beside(source: str) -> Path:
+    """Where the plan of a run file goes: next to it, or here for a recipe."""
+    path = runs.locate(source)
+    return (path.parent if Path(source).exists() else Path()) / "plan.toml"
+
+
+def described(planned: Planned, world: World) -> Iterator[str]:
+    """The decision with its reasons, on one screen."""
+    chooser, facts = planned.chooser, planned.facts
+    evidence, decision = chooser.evidence, chooser.plan
+    assert evidence is not None and decision is not None
+    rest = facts["predicted_step_seconds"] - decision.seconds
+    yield (
+        f"{world.size} ranks on {world.hosts} host{'s' * (world.hosts > 1)}, "
+        f"{evidence.total / 1e6:.3g} MB of gradients; forward and backward {_time(facts['local_seconds'])} on a rank "
+        f"alone, optimizer {_time(rest)}"
+    )
+    for link in evidence.links:
+        along = f"{link.ranks} ranks ({' x '.join(link.over)})"
+        yield f"{link.kind} over {along}: {_time(link.latency)} + {_time(1e6 / link.bandwidth)} a MB"
+    slow = [f"{pair} {factor:.2f}x" for pair, factor in evidence.ranks[0].slowdown.items() if factor > 1.02]
+    yield "work takes longer where it shares cores: " + (", ".join(slow) or "not measurably")
+    yield ""
+    yield "predicted   against DDP"
+    baseline = facts["predicted_ddp_seconds"]
+    ordered = sorted(decision.predicted.items(), key=lambda item: item[1])
+    shown = [*ordered[:SHOWN], *[item for item in ordered[SHOWN:] if item[0] in ("DDP", decision.choice)]]
+    for name, seconds in shown:
+        mark = "   <- chosen" if name == decision.choice else ""
+        yield f"{_time(seconds + rest):>9}   {baseline / (seconds + rest):10.2f}x   {name}{mark}"
+    if len(ordered) > len(shown):
+        yield f"and {len(ordered) - len(shown)} slower ones"
+    yield ""
+    yield f"chosen: {decision.choice}, {decision.reason}"
+    if rough := doubt(evidence):
+        yield rough
+    if not chooser.settings.allow:
+        yield "no codec was tried, for none may change the gradients unless it is named: [comm.auto] allow = […]"
+    error = facts["predicted_step_seconds"] / planned.measured - 1
+    yield (
+        f"{SETTLED - 1} real steps of it took {_time(planned.measured)} each, "
+        f"{abs(error):.0%} {'less' if error > 0 else 'more'} than predicted"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

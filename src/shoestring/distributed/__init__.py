@@ -1,0 +1,1 @@
+"""Starting workers, joining them to a world, and finding out which of them are gone."""

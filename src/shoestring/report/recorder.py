@@ -1,0 +1,81 @@
+"""Notes in a run's history how a rank starts and fails, and leaves a report of a run that failed."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoestring.core.errors import NonFiniteError, ShoestringError
+from shoestring.report import history_file
+from shoestring.report.page import write
+from shoestring.report.sinks import newest_step
+
+log = logging.getLogger("shoestring")
+
+_FRAMES = 12  # innermost calls that are kept of a traceback
+
+
+class Record:
+    """Surrounds all that a process does for a run; once the run has begun, notes how it fails and writes its report.
+
+    It stands outside of whatever turns failures into messages, so that the history has the message that the user sees.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._rank = 0
+        self._step: Callable[[], int] = lambda: 0
+
+    def begin(self, folder: Path, rank: int, step: Callable[[], int], **facts: Any) -> None:
+        """Note the start of this rank's work in `folder`, and that the processes before were lost if they left no end.
+
+        Args:
+            step: gives the last step that was done.
+            facts: of the run, for a report before there are results (name, ranks, parameters).
+        """
+        self._folder, self._rank, self._step = folder, rank, step
+        if rank > 0:
+            return
+        if history_file.lost(history_file.read(folder)):
+            history_file.add(folder, "lost", rank=0, step=newest_step(folder / "metrics.jsonl"))
+            _report(folder)
+        history_file.add(folder, "started", rank=0, step=step(), **facts)
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        folder = self._folder
+        if error is None or folder is None or not (folder / "run.toml").is_file():  # it ended before its first step
+            return
+        with suppress(OSError):  # a full disk may be the very failure
+            history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_described(error))
+        if self._rank == 0 or not isinstance(error, NonFiniteError):  # that one is raised on all ranks alike
+            _report(folder)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, ShoestringError):
+        name, message, hint = error.described()
+        return {"error": name, "message": message, "hint": hint, "traceback": ""}
+    if isinstance(error, KeyboardInterrupt):
+        return {"error": "KeyboardInterrupt", "message": "interrupted from the keyboard", "hint": "", "traceback": ""}
+    calls = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES))
+    return {
+        "error": type(error).__name__,
+        "message": f"{type(error).__name__}: {error}",
+        "hint": "",
+        "traceback": calls,
+    }
+
+
+def _report(folder: Path) -> None:
+    """Write the page; what fails here must not hide why the run failed."""
+    try:
+        log.info("report: %s", write(folder))
+    except Exception as error:
+        log.warning("the report could not be written: %s", error)

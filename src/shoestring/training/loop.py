@@ -1,0 +1,191 @@
+"""The loop: data, steps, evaluation, and an orderly end. Everything else is a feature at a seam."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shoestring import build
+from shoestring.core.compose import compose
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.job import Job
+from shoestring.core.kept import Progress
+from shoestring.core.task import call_model, cross_entropy
+from shoestring.core.trace import Trace, span
+from shoestring.core.world import World
+from shoestring.data.loader import Loader
+from shoestring.planning.system import free_memory
+from shoestring.report.recorder import Record
+from shoestring.report.sinks import Sink, newest_step
+from shoestring.run import Run
+from shoestring.training import finish, run_folder
+from shoestring.training.data_loading import Feed, feed, moved, sample_bytes
+from shoestring.training.evaluation import evaluate
+from shoestring.training.failures import enough_memory, stop_on_signals, writable
+from shoestring.training.throughput import Meter
+
+log = logging.getLogger("shoestring")
+
+PACE_STEPS = 12  # steps after which the pace is known well enough to set the number of steps
+REPLAN = 10  # steps between corrections of that pace, in the first half of the run
+PART = 64  # held-out samples of an evaluation during the run
+
+
+def train(
+    run: Run,
+    world: World,
+    record: Record | None = None,
+    *,
+    sinks: Sequence[Sink] = (),
+    stop: Callable[[], bool] | None = None,
+) -> finish.Result:
+    """Run `run` on this rank of `world`; every rank calls it, from any thread.
+
+    Args:
+        record: notes when the run begins, and how it fails.
+        sinks: get the metrics of each step on the first rank, beside those that `run.sinks` names. The run closes them;
+            one that raises gets no more metrics.
+        stop: asked on every rank before each step; once it is true on any, the run ends after that step, as after a
+            signal: with a last save, and to be resumed.
+
+    Raises:
+        ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
+    """
+    run = run.completed(world)
+    with ExitStack() as stack:
+        path = Path(world.decide(lambda: str(run_folder.claim(run, stack))))
+        # Each host may have a disk of its own.
+        world.agree(lambda: run_folder.check_same(path, run) if world.local_rank == 0 else None)
+        run = run.placed(path)
+        stack.enter_context(writable(path))
+        if world.first:
+            stack.callback(run_folder.release, path)
+        data = feed(run, world, path)
+        world.agree(lambda: build.remember(run.settings.model, path) if world.local_rank == 0 else None)
+        trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
+        job = stack.enter_context(made(run, world, data, trace))
+        if record is not None:
+            facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
+            record.begin(path, world.rank, lambda: job.progress.step, **facts)
+        loader = loader_of(run, job, data)
+        stack.callback(loader.close)
+        job.keep("loader", loader)
+        resumed = _resume(job, run)
+        reached = newest_step(path / "metrics.jsonl")
+        meter = stack.enter_context(finish.metered(job, run, data, path, sinks))
+        for line in (*finish.opening(job, run, data, path), *finish.repeated(resumed, reached)):
+            log.info(line)
+        if threading.current_thread() is threading.main_thread():  # others cannot take signals
+            stack.enter_context(stop_on_signals(job))
+        world.barrier()
+        trace.align()
+        with enough_memory(job):
+            seconds = _loop(job, loader, meter, run, data, stop)
+            return finish.close(job, run, data, path, seconds, meter)
+
+
+def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
+    """The run's job, composed; random numbers are drawn from the run's seed on from here."""
+    settings = run.settings
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(settings.deterministic or deterministic)
+    model = build.model(settings.model, run.model, data.offered, settings.seed).to(world.device)
+    loss = build.resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
+    progress = Progress(total=0 if settings.minutes else settings.steps)
+    job = Job(model, call_model, loss, progress=progress, world=world, trace=trace)
+    job.exits.callback(torch.use_deterministic_algorithms, deterministic)
+    compose(job, run.features)
+    # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between the samples.
+    seed = (settings.seed * 1_000_003 + job.world.index_over(job.data_axes)) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return job
+
+
+def loader_of(run: Run, job: Job, data: Feed) -> Loader:
+    """This rank's share of the run's batches, the same for ranks that share the work on it; every rank calls it.
+
+    Raises:
+        ConfigError: a batch needs more memory than there is, or does not divide by ranks and micro-batches.
+    """
+    job.world.agree(lambda: _check_room(run, job, data))
+    return Loader(
+        data.train,
+        batch=run.settings.batch,
+        rank=job.world.index_over(job.data_axes),
+        size=job.world.ranks_over(job.data_axes),
+        accumulate=run.settings.accumulate,
+        seed=run.settings.seed,
+        workers=run.data.workers,
+    )
+
+
+def _check_room(run: Run, job: Job, data: Feed) -> None:
+    readers = job.world.ranks_over(job.data_axes)
+    held = run.settings.batch // readers * job.world.local_size * sample_bytes(data.train[0])
+    if held > (free := free_memory()):
+        raise ConfigError(
+            f"a step's samples take {held / 1e9:,.3g} GB on this host, which has {free / 1e9:.3g} GB of memory free",
+            hint=f"lower run.batch, which is {run.settings.batch:,}",
+        )
+
+
+def _resume(job: Job, run: Run) -> int | None:
+    """The step that was resumed from, if any."""
+    resume = run.settings.resume
+    if resume is False:
+        return None
+    if job.restore is None:
+        raise ConfigError("`run.resume` is set, but no feature saves", hint="add [checkpoint.plain]")
+    step = job.restore(resume if isinstance(resume, str) else "auto")
+    if step is None and resume is True:
+        raise CheckpointError("`run.resume` is true, but there is no save", hint='"auto" starts where there is none')
+    if not run.settings.minutes:
+        job.progress.gain = 1.0  # of a run by the clock, which this one goes on from
+    return step
+
+
+def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed, stop: Callable[[], bool] | None) -> float:
+    """Train until the total, a signal or `stop`; the seconds it took."""
+    job.model.train()
+    batches, began = iter(loader), time.perf_counter()
+    first = job.progress.step
+    while not job.done:
+        with span("data", "wait") as waiting:
+            micro = [moved(batch, job.world.device) for batch in next(batches)]
+        meter.waited += time.perf_counter() - waiting.began
+        if stop is not None and stop():
+            job.stop()
+        meter.step(job.step(*micro))
+        done = job.progress.step - first
+        if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job.progress))):
+            left = max(run.settings.minutes * 60 - (time.perf_counter() - began), 0.0)
+            plan(job.progress, job.world.decide(lambda left=left: max(1, int(left / meter.seconds_per_step))))
+        due = run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0
+        if due and not job.progress.done:  # the whole evaluation at the end follows
+            meter.write(job.progress.step, evaluate(job, run, data, PART))
+    job.world.agree(job.verify)
+    return time.perf_counter() - began
+
+
+def _early(progress: Progress) -> bool:
+    return 2 * progress.position < progress.total
+
+
+def plan(progress: Progress, steps: int) -> None:
+    """End after this many more steps, so that training takes about `run.minutes`.
+
+    The first plan sets the total. Later ones keep it, and say how much of it a step is worth, so that schedules go
+    faster or slower from where they are, and never jump.
+    """
+    progress.total = progress.total or progress.step + steps
+    progress.gain = (progress.total - progress.position) / steps

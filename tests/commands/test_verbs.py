@@ -1,0 +1,266 @@
+"""The verbs as a user types them, on a model small enough to train in a second."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shoestring.cli import main
+
+RUN = """
+[run]
+data = "{data}"
+steps = 6
+batch = 4
+prompts = ["a"]
+folder = "{folder}"
+
+[model]
+dim = 16
+layers = 1
+heads = 2
+kv_heads = 1
+hidden = 32
+
+[data]
+tokenizer = "bytes"
+sequence = 16
+held_out = 0.3
+
+[optim.clip]
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(run file, run folder) of a finished run."""
+    root = tmp_path_factory.mktemp("verbs")
+    for number in range(40):
+        (root / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps over the lazy dog. " * 4)
+    file, folder = root / "run.toml", root / "run"
+    file.write_text(RUN.format(data=root / "*.txt", folder=folder))
+    assert main(["train", str(file)]) == 0
+    return file, folder
+
+
+def test_a_run_leaves_everything_that_its_folder_promises(trained):
+    folder = trained[1]
+    expected = {"run.toml", "environment.json", "metrics.jsonl", "tokenizer.json", "summary.json", "report.html"}
+    assert expected | {"trace-0.jsonl", "model", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("finished", 6, 6 * 4 * 16)
+    assert summary["samples"][0]["prompt"] == "a"
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_metrics_have_a_line_a_step(trained):
+    lines = [json.loads(line) for line in (trained[1] / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert {"lr", "grad_norm", "tokens_per_second", "data_wait", "memory_gib", "bits_per_byte"} <= steps[-1].keys()
+    assert any("held_out_loss" in line for line in lines)
+
+
+def test_generate_writes_the_same_text_for_the_same_seed(trained, capsys):
+    texts = []
+    for _ in range(2):
+        assert main(["generate", str(trained[1]), "--prompt", "the ", "--tokens", "12", "--seed", "3"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the ")
+
+
+def test_check_says_what_a_run_file_comes_to_and_starts_nothing(trained, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", str(trained[0]), "--workers", "2", "--comm.bf16", "{}"]) == 0
+    out = capsys.readouterr().out
+    order = out[out.index("order of application") :]
+    assert order.index("SHARD  parallel.ddp") < order.index("WIRE   comm.bf16") < order.index("OPTIM  optim.adamw")
+    assert "parameters: " in out
+    assert "GiB a rank" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resolved_run_file_runs_again_to_the_same_losses(trained, tmp_path):
+    again = tmp_path / "again"
+    assert main(["train", str(trained[1]), "--folder", str(again)]) == 0
+
+    def losses(folder):
+        lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    assert losses(again) == losses(trained[1])
+
+
+def test_compare_names_the_settings_that_differ(trained, tmp_path, capsys):
+    other, page = tmp_path / "other", tmp_path / "compare.html"
+    assert main(["train", str(trained[0]), "--folder", str(other), "--optim.adamw.lr", "0.01"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(trained[1]), str(other), "--out", str(page)]) == 0
+    assert "optim.adamw.lr" in capsys.readouterr().out
+    assert page.is_file()
+
+
+def test_report_exports_the_trace_for_perfetto(trained, tmp_path, capsys):
+    out = tmp_path / "trace.json"
+    assert main(["report", str(trained[1]), "--trace", str(out)]) == 0
+    names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
+    assert {"forward", "backward", "optimizer", "data"} <= names
+
+
+def test_probe_writes_what_it_measured(tmp_path, capsys):
+    from shoestring.commands.probe import read
+
+    out = tmp_path / "cluster.toml"
+    assert main(["probe", "--workers", "1", "--out", str(out)]) == 0
+    cluster = read(out)
+    assert cluster.devices[0].matmul_fp32 > 1e6
+    assert cluster.stores[0].write > 1e3
+    assert cluster.links == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["no verb `trian`", "did you mean `train`?"]),
+        (["generate", "."], ["holds no model"]),
+        (["compare", "nowhere", "nowhere"], ["no run folder"]),
+        (["probe", "--bogus", "1"], ["unknown argument `--bogus`"]),
+        (["train", "quickstat"], ["did you mean `quickstart`?"]),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert all(word in said for word in words)
+    assert "Traceback" not in said
+
+
+def test_help_is_quick_because_it_imports_no_torch():
+    code = "import sys; from shoestring.cli import main\n"
+    code += "try: main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "False"
+
+
+def test_the_wheel_has_recipes_and_page_and_runs_away_from_the_repository(tmp_path):
+    root = Path(__file__).parents[2]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(root),
+    ]
+    subprocess.run(build, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+    code += "import shoestring; from shoestring.cli import main\n"
+    code += "print(shoestring.__file__); sys.exit(main(['check', 'quickstart']))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    assert shown.startswith(str(tmp_path / "site"))
+    assert "parallel" not in shown
+    assert "optim.schedule" in shown
+    assert (tmp_path / "site/shoestring/report/web/uplot/LICENSE").is_file()
+
+
+def test_version_is_said_without_torch():
+    code = "import sys; from shoestring.cli import main\nmain(['--version']); print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"shoestring \d\S*, torch \d\S*, Python \d\S*\nFalse\n", shown)
+
+
+def test_help_takes_no_more_than_its_imports_need():
+    """At most 0.3 s of a calm machine; here, in processor time beside an interpreter that does nothing."""
+
+    def seconds(*arguments):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    nothing = min(seconds("-c", "import argparse, typing, dataclasses, inspect, tomllib") for _ in range(3))
+    helped = min(seconds("-m", "shoestring", "--help") for _ in range(3))
+    assert helped < max(0.3, 8 * nothing), (helped, nothing)
+
+
+def test_a_technique_is_turned_on_by_its_name_alone(trained, capsys):
+    assert main(["check", str(trained[0]), "--comm.bf16", "--optim.clip", "--run.steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "[comm.bf16]" in out and "[optim.clip]" in out and "steps = 7" in out
+    for flag in ("--optim.clip.max_norm", "--run.baselines"):
+        assert main(["check", str(trained[0]), flag]) == 2
+        assert f"`{flag}` needs a value" in capsys.readouterr().err
+
+
+def test_a_mark_before_the_text_of_a_run_file_is_passed_over(trained, tmp_path, capsys):
+    (tmp_path / "marked.toml").write_text(trained[0].read_text(), encoding="utf-8-sig")
+    assert main(["check", str(tmp_path / "marked.toml")]) == 0
+
+
+def test_generate_prints_nothing_before_an_error(trained, capsys, tmp_path):
+    for flags in (["--seed", str(2**70)], ["--seed", "-1"], ["--temperature", "-1"], ["--top-p", "0"]):
+        assert main(["generate", str(trained[1]), "--prompt", "the ", *flags]) == 2
+        out, said = capsys.readouterr()
+        assert out == "" and said.startswith("error: ") and "Traceback" not in said
+    assert main(["generate", str(tmp_path), "--prompt", "the "]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_arguments_that_are_not_utf8_are_refused(trained, capsys):
+    broken = b"caf\xe9".decode(errors="surrogateescape")
+    assert main(["generate", str(trained[1]), "--prompt", broken]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+    assert main(["train", str(trained[0]), "--run.prompts", f'["{broken}"]']) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", LONG],
+        ["train", f"{LONG}.toml"],
+        ["train", "{run}", "--run.folder", LONG],
+        ["train", "{run}", "--run.folder", "{run}.new", "--run.data", f"{LONG}.txt"],
+        ["train", "{run}", "--run.folder", "{run}.new", "--run.resume", LONG],
+        ["check", LONG],
+        ["generate", LONG],
+        ["report", LONG],
+        ["compare", LONG, LONG],
+        ["checkpoint", "ls", LONG],
+        ["checkpoint", "prune", LONG, "--keep", "1"],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),
+)
+def test_names_that_no_file_can_have_are_one_line(trained, tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert main([each.format(run=trained[0]) for each in arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "Traceback" not in said
+
+
+def test_prune_of_nothing_is_an_error(tmp_path, capsys):
+    assert main(["checkpoint", "prune", str(tmp_path / "nosuch"), "--keep", "1"]) == 2
+    assert "holds no save" in capsys.readouterr().err
+
+
+def test_the_largest_seed_trains(trained, tmp_path):
+    assert main(["train", str(trained[0]), "--folder", str(tmp_path / "run"), "--run.seed", str(2**63 - 1)]) == 0

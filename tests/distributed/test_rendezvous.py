@@ -1,0 +1,126 @@
+"""Finding each other in a store that earlier starts have written to, and telling who is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from shoestring.core.errors import PeerError
+from shoestring.distributed import rendezvous
+
+RESET = "[/src/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:3: Connection reset by peer. GLHF"
+LATE = "[/src/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client(server):
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+
+def met(server, size=3, timeout=20.0):
+    with ThreadPoolExecutor(size) as pool:
+        address = ("127.0.0.1", server.port)
+        rolls = [pool.submit(rendezvous.meet, client(server), address, rank, size, timeout) for rank in range(size)]
+        return [roll.result() for roll in rolls]
+
+
+def called(rolls):
+    with ThreadPoolExecutor(len(rolls)) as pool:
+        return list(pool.map(rendezvous.Roll.call, rolls))
+
+
+def test_ranks_share_a_part_of_the_store_and_know_each_others_hosts(server):
+    rolls = met(server)
+    rolls[1].store.set("address", "mine")
+    assert [roll.store.get("address") for roll in rolls] == [b"mine"] * 3
+    assert [list(roll.hosts) for roll in rolls] == [[socket.gethostname()] * 3] * 3
+
+
+def test_nothing_of_an_earlier_start_is_seen_by_the_next(server):
+    for roll in met(server):
+        roll.store.set(f"address/{roll.rank}", "of the dead")
+        roll.store.set(f"alive/{roll.rank}", "")
+    for roll in met(server):
+        assert not any(roll.store.check([f"address/{rank}"]) for rank in range(3))
+        assert not any(roll.store.check([f"alive/{rank}"]) for rank in range(3))
+
+
+def test_a_first_rank_that_answers_greetings_of_the_dead_still_waits_for_the_living(server):
+    store = dist.PrefixStore("shoestring", client(server))
+    store.set("hello/1", "of the dead")
+    first, second = met(server, 2)
+    first.store.set("x", "1")
+    assert second.store.get("x") == b"1"
+
+
+def test_a_rank_that_does_not_come_is_named(server):
+    with pytest.raises(PeerError, match=r"rank 1 of 2 did not come in 0\.2 s"):
+        rendezvous.meet(client(server), ("127.0.0.1", server.port), 0, 2, 0.2)
+
+
+def test_the_roll_names_who_does_not_answer(server, monkeypatch):
+    rolls = met(server)
+    assert called(rolls) == [[], [], []]
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
+    assert called([roll for roll in met(server) if roll.rank != 1]) == [[1], [1]]
+
+
+def test_the_roll_says_that_the_store_is_gone(server):
+    (roll,) = met(server, 1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()
+    assert rendezvous.Roll(roll.rank, roll.hosts, roll.store, nobody, 1.0).call() is None
+
+
+def test_a_failed_exchange_becomes_one_line_that_names_the_lost(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
+    roll, host = met(server)[0], socket.gethostname()
+    roll.store.set("alive/2", "")
+    lost = rf"^rank 0 on {host} has lost rank 1 on {host}: Read error .*reset by peer \("
+    with pytest.raises(PeerError, match=lost), roll.explained():
+        raise RuntimeError(RESET)
+    roll.store.set("alive/1", "")
+    slow = r"though all ranks answer: nothing came for 20 s .*raise run\.timeout"
+    with pytest.raises(PeerError, match=slow), roll.explained():
+        raise RuntimeError(LATE)
+    assert PeerError.code != 2
+
+
+def test_other_errors_pass(server):
+    (roll,) = met(server, 1)
+    with pytest.raises(RuntimeError, match="shapes"), roll.explained():
+        raise RuntimeError("shapes do not match")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError(RESET), "Read error [10.0.0.2]:3: Connection reset by peer"),
+        (RuntimeError(LATE), "Timed out waiting 10000ms for recv operation to complete"),
+        (RuntimeError("Application timeout caused pair closure"), "Application timeout caused pair closure"),
+        (dist.DistNetworkError("Broken pipe"), "Broken pipe"),
+        (RuntimeError("mat1 and mat2"), None),
+    ],
+)
+def test_reasons(error, why):
+    assert rendezvous.reason(error) == why
+
+
+def test_an_agents_signal_does_not_silence_the_reason(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
+    roll = met(server, 2)[0]
+
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(PeerError, match="has lost rank 1"), roll.explained():
+        raise RuntimeError(RESET)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
