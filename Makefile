@@ -1,6 +1,6 @@
 # make train: trains a small language model on this machine, in about five minutes after installation.
 # make test:  runs the quick tests, on two workers.  make test-slow: those that kill runs, lose hosts or train for long.
-# make check: lint, types, layers, sizes.  make bench: the quick benchmarks.
+# make check: lint, types, layers, sizes, help texts.  make bench: the quick benchmarks.
 # make gpu:   on a machine with a GPU, the tests and bars that need one.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,6 +23,7 @@ check: .venv/dev.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
+	$(BIN)/python -m tools.help_texts
 	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m benchmarks.evidence --check
 

@@ -27,14 +27,16 @@ UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.
 
 @dataclass(frozen=True)
 class Train:
-    """Train what a run file says. Overrides: --area.technique.field VALUE, and --field VALUE for [run]."""
+    """Train as a run file says. Overrides: --area.technique.key VALUE, and --key VALUE for a key of [run]."""
 
     source: Positional[str]
-    """A run file, a run folder, or the name of a recipe (quickstart)."""
+    """Run file, run folder, or name of a recipe such as quickstart."""
     workers: Workers = 0
-    """Processes on this host: 0 is one a GPU, or one on a CPU; auto is one a GPU, or up to two on a CPU."""
+    """Ranks to start on this host. 0 starts one for each GPU, or one where there is none; auto starts up to two on a
+    CPU. Not used under torchrun, which starts the ranks itself."""
     restarts: int = 0
-    """How often to start all workers again after one died; set run.resume to "auto" with it. User errors are final."""
+    """Times that all ranks are started again after one has died; use it with run.resume = "auto". Errors that only the
+    user can correct, such as a wrong run file, are final."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
@@ -57,12 +59,12 @@ class Train:
 
 @dataclass(frozen=True)
 class Check:
-    """Say what a run file comes to: resolved settings, features in order, parameters, memory. Starts nothing."""
+    """Print the resolved settings of a run, its features in order, its parameters and its memory; start nothing."""
 
     source: Positional[str]
-    """A run file, a run folder, or the name of a recipe."""
+    """Run file, run folder, or name of a recipe."""
     workers: int = 1
-    """For how many ranks."""
+    """Number of ranks on one host to check the run for."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
@@ -74,14 +76,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Plan:
-    """Predict a run's step under each exchange of gradients from a short trial, and write a run file with the best."""
+    """Predict the step time under each gradient exchange from a short trial, and write a run file with the best one."""
 
     source: Positional[str]
-    """A run file, a run folder, or the name of a recipe. [comm.auto] says which codecs may be chosen."""
+    """Run file, run folder, or name of a recipe. [comm.auto] lists the codecs that may be chosen."""
     workers: Workers = "auto"
-    """Processes on this host; under torchrun, its own."""
+    """Ranks to start on this host; auto starts one for each GPU, or up to two on a CPU. Not used under torchrun."""
     out: Path | None = None
-    """Where to write the run file with the choice; plan.toml beside the run file where nothing is said."""
+    """Path of the run file to write; defaults to plan.toml beside the run file."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
@@ -112,19 +114,19 @@ class Generate:
     """Continue a prompt with a trained model, token by token."""
 
     run: Positional[Path]
-    """A run folder, or a folder with a model in Hugging Face's Llama layout."""
+    """Run folder, or folder with a model in Hugging Face's Llama layout."""
     prompt: str = "def "
-    """What the text begins with."""
+    """Text that the model continues."""
     tokens: int = 256
-    """How many tokens to write."""
+    """Largest number of tokens to generate; an end-of-text token ends the text earlier."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
+    """Sampling temperature, which divides the logits: lower is more predictable, 0 takes the likeliest token."""
     top_k: int = 0
-    """Draw among the k likeliest tokens; 0 means all."""
+    """Number of likeliest tokens to sample from; 0 samples from all."""
     top_p: float = 0.95
-    """Draw among the likeliest tokens that together have this probability."""
+    """Total probability of the likeliest tokens to sample from (nucleus sampling); 1 samples from all."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Seed of the sampling; the same seed gives the same text."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.commands.generate import stream
@@ -140,12 +142,13 @@ class Generate:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measure this cluster: devices, arithmetic, memory, disk, and the links between ranks."""
+    """Measure this cluster: arithmetic and memory of each device, disks, and the links between ranks."""
 
     out: Path = Path("cluster.toml")
-    """Where to write what was measured."""
+    """Path of the file to write; the disk that holds it is the one that is measured."""
     workers: Workers = "auto"
-    """Processes on this host, between which the link is measured; under torchrun, its own."""
+    """Ranks to start on this host, between which links are measured; auto starts one for each GPU, or up to two on a
+    CPU. Not used under torchrun."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         workers = 0 if "RANK" in os.environ else _workers(self.workers)
@@ -167,12 +170,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Compare:
-    """Show how runs differ in settings and results, and draw their curves over each other."""
+    """Show how runs differ in settings and results, with their curves in the same charts."""
 
     runs: Positional[tuple[Path, ...]]
     """Two or more run folders."""
     out: Path = Path("compare.html")
-    """The page to write."""
+    """Path of the page to write."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import report
@@ -185,12 +188,12 @@ class Compare:
 
 @dataclass(frozen=True)
 class Report:
-    """Write a run's report.html again, also while the run is going."""
+    """Write the report.html of a run anew; the run may still be training."""
 
     run: Positional[Path]
-    """A run folder."""
+    """Run folder to report on."""
     trace: Path | None = None
-    """Also write the spans of all ranks here, as a Chrome trace for Perfetto."""
+    """Path of a Chrome trace for Perfetto, with the spans of all ranks; without it none is written."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import report
@@ -206,18 +209,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Lab:
-    """Virtual hosts with slow links on this machine, to try things by hand; needs root."""
+    """Virtual hosts with slow links on this machine, to try several hosts by hand; needs root."""
 
     action: Positional[Literal["up", "down", "run"]]
-    """up starts hosts and leaves them there, run runs the command behind -- on them, down ends them."""
+    """Action: up starts the hosts and returns, run runs the command after -- on them, down ends them."""
     hosts: int = 2
-    """up: how many."""
+    """Number of hosts to start (up)."""
     rate: str = "100mbit"
-    """up: of each link, each way."""
+    """Bandwidth of each host's link in each direction, as tc writes it: 10mbit, 1gbit (up)."""
     delay: float = 0.0
-    """up: seconds each way; 0.02 is 20 ms."""
+    """Delay of each link in each direction, in seconds; 0.02 is 20 ms (up)."""
     host: str = ""
-    """run: on this host only, e.g. host0; empty is all."""
+    """Host to run the command on, such as host0; defaults to all (run)."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.testing.netlab import cli as lab

@@ -18,24 +18,26 @@ BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """How the corpus is read, cut into tokens and split; the `[data]` table of the run file."""
+    """The corpus: how it is read, cut into tokens and split into training and held-out text."""
 
     field: str = "text"
-    """Field of a .jsonl line, or column of a .parquet file or of a Hugging Face data set, that holds the text."""
+    """Name of the field of a .jsonl line, or of the column of a .parquet file or Hugging Face data set, that holds the
+    text."""
     tokenizer: str = "bpe"
-    """`bpe` (byte-level, trained on the corpus), `bytes`, `model` (the tokenizer of an `hf:` model), or the path of a
-    tokenizer.json."""
+    """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes that of an
+    `hf:` model, and anything else is the path of a tokenizer.json."""
     vocabulary: int = 2048
-    """Size of the trained vocabulary: 256 bytes, the end-of-text token and at least one merge."""
+    """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
+    vocabulary shortens the text and enlarges the embedding."""
     sequence: int = 256
-    """Tokens in a sample."""
+    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step."""
     held_out: float = 0.05
-    """Share of the documents kept out of training, between 0 and 1."""
+    """Fraction of the documents that is kept out of training for evaluation, between 0 and 1."""
     weights: tuple[float, ...] = ()
-    """Share of the training samples that each source of a mixture provides, in any unit; without weights every sample
-    of every source comes once an epoch."""
+    """Proportions in which the sources of a mixture are sampled, one number each; they need not add up to 1. Without
+    weights every sample of every source comes once an epoch."""
     workers: int = 0
-    """Loader processes; 0 loads in the training process."""
+    """Data loading processes of each rank; 0 loads in the training process."""
 
     def __post_init__(self) -> None:
         smallest = BYTES + 2
