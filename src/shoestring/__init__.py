@@ -17,13 +17,13 @@ from shoestring.core.feature import AREAS
 
 if TYPE_CHECKING:
     from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision
-    from shoestring.build import load_model
     from shoestring.core.compose import attach, compose
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job
     from shoestring.core.trace import span
     from shoestring.core.world import World
     from shoestring.distributed.join import join
+    from shoestring.models.loading import load_model, open_model
     from shoestring.training.failures import stop_on_signals
 
 _HOME = {
@@ -39,7 +39,8 @@ _HOME = {
     "World": "core.world",
     "join": "distributed.join",
     "stop_on_signals": "training.failures",
-    "load_model": "build",
+    "load_model": "models.loading",
+    "open_model": "models.loading",
 }
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "join",
     "load_model",
     "memory",
+    "open_model",
     "optim",
     "parallel",
     "precision",

@@ -9,7 +9,6 @@ import saving_ranks
 import torch
 from safetensors.torch import load_file
 
-from shoestring.build import load_model
 from shoestring.checkpoint import Plain
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.claim import LOCK
@@ -18,6 +17,7 @@ from shoestring.commands.archive import Archive, users
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
+from shoestring.models.loading import load_model
 from shoestring.testing import jobs
 
 RUN = """

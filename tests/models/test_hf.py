@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoestring import build
 from shoestring.cli import main
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer, train_bpe
 from shoestring.models import hf
+from shoestring.models.loading import build_model, load_model, open_model
+from shoestring.models.saving import save_model
 from shoestring.run import load
 from shoestring.testing.pool import Pool
 from shoestring.training.data_loading import tokenizer_of
@@ -115,7 +116,7 @@ def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp
     assert main(["train", str(file)]) == 0
     trained = reloaded(run / "model")
     assert (logits(trained) - logits(reloaded(pretrained[kind]))).abs().max() > 1e-3  # the starting weights moved
-    ours, _ = build.load_model(run)
+    ours, _ = load_model(run)
     assert type(ours) is type(trained) and torch.equal(logits(ours), logits(trained))
     assert trained.config.use_cache == reloaded(pretrained[kind]).config.use_cache
 
@@ -128,7 +129,7 @@ def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp
         assert main(["checkpoint", "export", str(moved), "--to", str(out), "--as", way]) == 0
         assert torch.equal(logits(reloaded(out)), logits(trained))
         assert transformers.AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
-        assert type(build.load_model(out)[0]) is type(trained)
+        assert type(load_model(out)[0]) is type(trained)
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "hf"), "--prompt", "the ", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("the ")
@@ -136,11 +137,11 @@ def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp
 
 
 def test_training_begins_with_the_weights_of_the_folder(pretrained):
-    built = build.model(f"hf:{pretrained['llama']}", {}, {"vocab_size": 257, "context": 16}, seed=5)
+    built = build_model(f"hf:{pretrained['llama']}", {}, {"vocab_size": 257, "context": 16}, seed=5)
     assert torch.equal(logits(built), logits(reloaded(pretrained["llama"])))
     assert next(built.parameters()).dtype == torch.float32
     assert built(tokens()).past_key_values is None  # recomputing a layer would add to it again
-    half = build.model(f"hf:{pretrained['llama']}", {"dtype": "bfloat16", "attention_dropout": 0.5}, {})
+    half = build_model(f"hf:{pretrained['llama']}", {"dtype": "bfloat16", "attention_dropout": 0.5}, {})
     assert next(half.parameters()).dtype == torch.bfloat16 and half.config.attention_dropout == 0.5
 
 
@@ -190,8 +191,8 @@ def test_a_tokenizer_takes_its_chat_template_and_special_tokens_along(pretrained
 def test_transformers_encodes_as_the_tokenizer_that_was_trained_here(tmp_path):
     trained = train_bpe(["hello world, hello tokenizers\n" * 20], 280)
     shape = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 32}
-    model = build.model("shoestring.models.gpt:tiny", shape, {"vocab_size": 280, "context": 16})
-    build.save_model(model, trained, tmp_path, {"model": "", "arguments": {}, "offered": {"context": 16}})
+    model = build_model("shoestring.models.gpt:tiny", shape, {"vocab_size": 280, "context": 16})
+    save_model(model, trained, tmp_path, {"model": "", "arguments": {}, "offered": {"context": 16}})
     theirs, text = transformers.AutoTokenizer.from_pretrained(tmp_path), "Hello  wörld,\n hello"
     assert theirs.encode(text) == trained.encode(text) and theirs.decode(theirs.encode(text)) == text
     assert (theirs.eos_token_id, theirs.model_max_length) == (trained.end_of_text, 16)
@@ -279,19 +280,19 @@ def test_what_cannot_be_trained_is_refused_in_one_line(change, arguments, offere
     folder = shutil.copytree(pretrained["llama"], tmp_path / "model")
     change(folder)
     with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
-        build.model(f"hf:{folder}", arguments, offered)
+        build_model(f"hf:{folder}", arguments, offered)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nosuch", "a/b/c", ""])
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_network(name):
     with pytest.raises(ConfigError, match="there is no such folder"):
-        build.model(f"hf:{name}", {}, {})
+        build_model(f"hf:{name}", {}, {})
 
 
 def test_an_interrupted_export_over_a_model_is_not_a_model(pretrained, tmp_path, monkeypatch):
     folder = shutil.copytree(pretrained["llama"], tmp_path / "model")
-    model = build.model(f"hf:{folder}", {}, {})
+    model = build_model(f"hf:{folder}", {}, {})
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def full(*_, **__):
@@ -306,7 +307,7 @@ def test_an_interrupted_export_over_a_model_is_not_a_model(pretrained, tmp_path,
     with pytest.raises(OSError, match="No space"):
         hf.save(model, folder, {})
     with pytest.raises(CheckpointError, match="holds no model"):
-        build.load_model(folder)
+        load_model(folder)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -314,10 +315,37 @@ def test_an_interrupted_export_over_a_model_is_not_a_model(pretrained, tmp_path,
 
 def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tmp_path):
     for kind, form in (("llama", "GPT"), ("gpt2", "GPT2LMHeadModel"), ("qwen", "Qwen3ForCausalLM")):
-        assert type(build.load_model(pretrained[kind])[0]).__name__ == form  # of transformers, without a mark
+        assert type(load_model(pretrained[kind])[0]).__name__ == form  # of transformers, without a mark
     folder = shutil.copytree(pretrained["llama"], tmp_path / "llama")
     edited(shoestring={"format": "transformers"})(folder)
-    assert type(build.load_model(folder)[0]).__name__ == "LlamaForCausalLM"
+    assert type(load_model(folder)[0]).__name__ == "LlamaForCausalLM"
     edited(shoestring={"format": "int4"})(folder)
     with pytest.raises(CheckpointError, match="has the format 'int4', this version reads gpt, module, transformers"):
-        build.load_model(folder)
+        load_model(folder)
+
+
+def test_a_model_is_opened_by_its_name_its_folder_or_the_callable_that_builds_it(pretrained, tmp_path):
+    """What a teacher or a drafter is given as: three forms of source, one function, random numbers untouched."""
+    before = torch.get_rng_state()
+    built = open_model("shoestring.models.gpt:tiny", offered={"vocab_size": 280, "context": 16}, seed=3)
+    assert torch.equal(torch.get_rng_state(), before) and not built.training
+    save_model(built, None, tmp_path / "run" / "model", {"model": "", "arguments": {}, "offered": {"context": 16}})
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        again = open_model(str(folder))
+        assert all(map(torch.equal, again.state_dict().values(), built.state_dict().values())) and not again.training
+    assert type(open_model(f"hf:{pretrained['gpt2']}")).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "error", "said"),
+    [
+        ("nowhere", {}, CheckpointError, "`nowhere` holds no model"),
+        ("nowhere", {"width": 4}, ConfigError, "takes no arguments, got width"),
+        ("shoestring.models.gpt:tinny", {}, ConfigError, "has no callable `tinny`"),
+        ("shoestring.models.gpt:tiny", {"with": 4}, ConfigError, "unknown model setting `with`"),
+    ],
+)
+def test_what_opens_no_model_is_refused(source, arguments, error, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=said):
+        open_model(source, arguments)

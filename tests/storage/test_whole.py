@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoestring import build
 from shoestring.checkpoint.format.state import pack
 from shoestring.core.job import Job
 from shoestring.data.tokens import TokenWriter
 from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.loading import load_model
+from shoestring.models.saving import save_model
 from shoestring.storage import whole as on_disk
 from shoestring.storage.whole import make_folder, open_aside, put_in_place, replaced_folder, write_atomic
 
@@ -258,16 +259,16 @@ MADE_BY = {"model": "torch.nn:Linear", "arguments": {"in_features": 64, "out_fea
 @pytest.mark.parametrize("make", [lambda: gpt(2), lambda: torch.nn.Linear(64, 64)], ids=["gpt", "module"])
 def test_a_full_disk_leaves_the_earlier_model(make, tmp_path):
     first = make()
-    build.save_model(first, None, tmp_path / "model", MADE_BY)
+    save_model(first, None, tmp_path / "model", MADE_BY)
     (tmp_path / "model/notes.txt").write_text("mine")
     with room(8 << 10), pytest.raises(Exception, match=r"File too large|os error 27"):
-        build.save_model(make(), None, tmp_path / "model", MADE_BY)
-    found, _ = build.load_model(tmp_path / "model")
+        save_model(make(), None, tmp_path / "model", MADE_BY)
+    found, _ = load_model(tmp_path / "model")
     assert all(torch.equal(one, other) for one, other in zip(first.parameters(), found.parameters(), strict=True))
     assert names(tmp_path) == ["model"]
     second = make()
-    build.save_model(second, None, tmp_path / "model", MADE_BY)
-    found, _ = build.load_model(tmp_path / "model")
+    save_model(second, None, tmp_path / "model", MADE_BY)
+    found, _ = load_model(tmp_path / "model")
     assert all(torch.equal(one, other) for one, other in zip(second.parameters(), found.parameters(), strict=True))
     assert (tmp_path / "model/notes.txt").read_text() == "mine"
 
@@ -277,5 +278,5 @@ def test_weights_of_an_earlier_model_do_not_stay(tmp_path):
 
     llama.save_pretrained(gpt(4), tmp_path / "model", max_shard_bytes=4 << 10)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    build.save_model(gpt(1), None, tmp_path / "model", MADE_BY)
+    save_model(gpt(1), None, tmp_path / "model", MADE_BY)
     assert names(tmp_path / "model") == ["config.json", "model.safetensors"]

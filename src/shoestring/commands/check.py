@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shoestring import build
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import arranged, check_owners, ordered
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
+from shoestring.models.loading import build_model
 from shoestring.run import Run
 from shoestring.training.data_loading import offered
 
@@ -32,7 +32,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     yield completed.dump()
     told = offered(run)
     with torch.device("meta"):
-        model = build.model(run.settings.model, run.model, told, run.settings.seed)
+        model = build_model(run.settings.model, run.model, told, run.settings.seed)
     job = Job(model, progress=Progress(total=run.settings.steps), world=world)
     job.features = tuple(feature.resolve(world) for feature in completed.features)
     check_owners(job.features)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoestring.build import load_model
 from shoestring.core.errors import ConfigError
+from shoestring.models.loading import load_model
 from shoestring.models.sampling import generate
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoestring import build
 from shoestring import run as runs
 from shoestring._torch import tree_map_only
 from shoestring.checkpoint.interop import dcp, exports
@@ -22,8 +21,9 @@ from shoestring.commands.archive import Archive, Save
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.feature import Feature, exported
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf
+from shoestring.models import hf, saving
 from shoestring.models.gpt import GPT
+from shoestring.models.loading import build_model, load_model
 from shoestring.storage.whole import write_atomic
 
 Way = Literal["safetensors", "dcp", "hf"]
@@ -74,15 +74,15 @@ def known(archive: Archive) -> Known:
     tokenizer = load_tokenizer(path) if path.is_file() else None
     offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
     made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
-    if (archive.run / build.PRETRAINED).is_dir():
-        made_by["model"] = f"{hf.PREFIX}{archive.run / build.PRETRAINED}"
+    if (archive.run / saving.PRETRAINED).is_dir():
+        made_by["model"] = f"{hf.PREFIX}{archive.run / saving.PRETRAINED}"
     return Known(made_by, tokenizer)
 
 
 def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
     """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
     of = known(archive)
-    model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
+    model = build_model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
     if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
         raise CheckpointError(f"`{of.made_by['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
     state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
@@ -91,7 +91,7 @@ def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise CheckpointError(f"{content.source} does not fit `{of.made_by['model']}`: {reason}") from error
-    build.save_model(model, of.tokenizer, to, of.made_by)
+    saving.save_model(model, of.tokenizer, to, of.made_by)
 
 
 def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
@@ -100,18 +100,18 @@ def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     with suppress(ShoestringError):
         of = known(archive)
         with torch.device("meta"):
-            model = build.model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
+            model = build_model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
         for name in _twins(model) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
     if of is None:
         return
     if model is not None and hf.is_pretrained(model):
-        hf.save_config(model, to, build.TRANSFORMERS)
+        hf.save_config(model, to, saving.TRANSFORMERS)
     else:
-        write_atomic(to / "config.json", json.dumps(build.marked(of.made_by), indent=2).encode())
+        write_atomic(to / "config.json", json.dumps(saving.marked(of.made_by), indent=2).encode())
     if of.tokenizer is not None:
-        build.save_tokenizer(of.tokenizer, to, of.made_by)
+        saving.save_tokenizer(of.tokenizer, to, of.made_by)
 
 
 def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:
@@ -178,7 +178,7 @@ def _read_model(source: Path) -> dict[str, torch.Tensor]:
     """Weights by their names: of a model folder those of the model that it makes, else those in its files."""
     if (source / "config.json").is_file():
         with suppress(ConfigError):  # of a model of another library, whose names are as they stand
-            return build.load_model(source)[0].state_dict()
+            return load_model(source)[0].state_dict()
     if (source / dcp.METADATA).exists():
         raise CheckpointError(f"`{source}` was written by torch.distributed.checkpoint", hint="add --as dcp")
     return exports.read_safetensors(source)

@@ -21,8 +21,8 @@ from shoestring.core.world import World
 from shoestring.parallel import DDP
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
+from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import feed, moved
-from shoestring.training.loop import loader_of, made
 
 SHOWN = 10  # candidates that are printed
 
@@ -51,8 +51,8 @@ def plan(run: Run, world: World) -> Planned:
     trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
     with ExitStack() as stack:
         data = feed(trial, world, Path(run.settings.folder or Path("runs") / run.name))
-        job = stack.enter_context(made(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
-        loader = loader_of(trial, job, data)
+        job = stack.enter_context(build_job(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
+        loader = build_loader(trial, job, data)
         stack.callback(loader.close)
         batches, seconds = iter(loader), []
         job.model.train()

@@ -84,7 +84,7 @@ def save_state(
         index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         size = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-    marker = {"shoestring": {"format": "gpt"}}  # so that this reader opens it again, see `build.READERS`
+    marker = {"shoestring": {"format": "gpt"}}  # so that this reader opens it again, see `loading.READERS`
     _write_json(folder / CONFIG, to_llama_config(config, next(iter(tensors.values())).dtype) | marker)
 
 

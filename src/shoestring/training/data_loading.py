@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from shoestring.build import resolve
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import Batch
 from shoestring.core.world import World
@@ -23,6 +22,7 @@ from shoestring.data.sources import open_source
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.data.tokens import read_header
 from shoestring.models import hf
+from shoestring.naming import resolve
 from shoestring.run import Run
 
 

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoestring import build, report
+from shoestring import report
 from shoestring.core.errors import DataError
 from shoestring.core.feature import Feature, exported
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 from shoestring.data import baselines
 from shoestring.models.gpt import GPT
+from shoestring.models.loading import build_model
 from shoestring.models.sampling import generate
+from shoestring.models.saving import save_model
+from shoestring.naming import resolve
 from shoestring.report import history_file, timeline
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, Sink
@@ -47,7 +50,7 @@ class Result:
     """The last value of each metric, on every rank; those of the held-out data where the run is finished."""
 
 
-def metered(job: Job, run: Run, data: Feed, folder: Path, more: Sequence[Sink] = ()) -> Meter:
+def open_meter(job: Job, run: Run, data: Feed, folder: Path, more: Sequence[Sink] = ()) -> Meter:
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
     sinks = job.world.agree(lambda: _sinks(job, run, folder, more) if job.world.first else [])
     return Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
@@ -59,7 +62,7 @@ def _sinks(job: Job, run: Run, folder: Path, more: Sequence[Sink]) -> list[Sink]
     rows = JsonLines(folder / "metrics.jsonl")
     rows.truncate_after(step)
     sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
-    openers = {name: TRACKERS.get(name) or build.resolve(name, "run.sinks") for name in run.settings.sinks}
+    openers = {name: TRACKERS.get(name) or resolve(name, "run.sinks") for name in run.settings.sinks}
     openers |= {f"{type(sink).__name__} ({number})": _opened(sink) for number, sink in enumerate(more)}
     for name, opener in openers.items():
         sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
@@ -142,7 +145,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
     traces = job.world.gather(timeline.dumps(job.trace).encode())
     if job.world.first:
         assert whole is not None
-        build.save_model(whole, data.corpus and data.corpus.tokenizer, folder / "model", made_by)
+        save_model(whole, data.corpus and data.corpus.tokenizer, folder / "model", made_by)
         for rank, content in enumerate(traces):
             write_atomic(folder / f"trace-{rank}.jsonl", content)
         summary = _summary(job, run, data, seconds, meter, held_out) | {
@@ -190,7 +193,7 @@ def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
     if not job.world.first:
         return None
     kept = {name: kept.state.state_dict() for name, kept in job.kept.items()} if changing else {}
-    whole = build.model(made_by["model"], made_by["arguments"], made_by["offered"], weights=False)
+    whole = build_model(made_by["model"], made_by["arguments"], made_by["offered"], weights=False)
     whole.load_state_dict(exported(changing, weights, kept))
     return whole
 

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from shoestring import build
-from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
-from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 from shoestring.data.loader import Loader
-from shoestring.planning.system import free_memory
+from shoestring.models.saving import remember
 from shoestring.report.recorder import Record
 from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
-from shoestring.training.data_loading import Feed, feed, moved, sample_bytes
+from shoestring.training.build import build_job, build_loader
+from shoestring.training.data_loading import Feed, feed, moved
 from shoestring.training.evaluation import evaluate
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.throughput import Meter
@@ -69,18 +63,18 @@ def train(
         if world.first:
             stack.callback(run_folder.release, path)
         data = feed(run, world, path)
-        world.agree(lambda: build.remember(run.settings.model, path) if world.local_rank == 0 else None)
+        world.agree(lambda: remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
-        job = stack.enter_context(made(run, world, data, trace))
+        job = stack.enter_context(build_job(run, world, data, trace))
         if record is not None:
             facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
             record.begin(path, world.rank, lambda: job.progress.step, **facts)
-        loader = loader_of(run, job, data)
+        loader = build_loader(run, job, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
         resumed = _resume(job, run)
         reached = newest_step(path / "metrics.jsonl")
-        meter = stack.enter_context(finish.metered(job, run, data, path, sinks))
+        meter = stack.enter_context(finish.open_meter(job, run, data, path, sinks))
         for line in (*finish.opening(job, run, data, path), *finish.repeated(resumed, reached)):
             log.info(line)
         if threading.current_thread() is threading.main_thread():  # others cannot take signals
@@ -90,53 +84,6 @@ def train(
         with enough_memory(job):
             seconds = _loop(job, loader, meter, run, data, stop)
             return finish.close(job, run, data, path, seconds, meter)
-
-
-def made(run: Run, world: World, data: Feed, trace: Trace) -> Job:
-    """The run's job, composed; random numbers are drawn from the run's seed on from here."""
-    settings = run.settings
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(settings.deterministic or deterministic)
-    model = build.model(settings.model, run.model, data.offered, settings.seed).to(world.device)
-    loss = build.resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
-    progress = Progress(total=0 if settings.minutes else settings.steps)
-    job = Job(model, call_model, loss, progress=progress, world=world, trace=trace)
-    job.exits.callback(torch.use_deterministic_algorithms, deterministic)
-    compose(job, run.features)
-    # Weights are drawn from one seed on all ranks; what is drawn from here on (dropout) differs between the samples.
-    seed = (settings.seed * 1_000_003 + job.world.index_over(job.data_axes)) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    return job
-
-
-def loader_of(run: Run, job: Job, data: Feed) -> Loader:
-    """This rank's share of the run's batches, the same for ranks that share the work on it; every rank calls it.
-
-    Raises:
-        ConfigError: a batch needs more memory than there is, or does not divide by ranks and micro-batches.
-    """
-    job.world.agree(lambda: _check_room(run, job, data))
-    return Loader(
-        data.train,
-        batch=run.settings.batch,
-        rank=job.world.index_over(job.data_axes),
-        size=job.world.ranks_over(job.data_axes),
-        accumulate=run.settings.accumulate,
-        seed=run.settings.seed,
-        workers=run.data.workers,
-    )
-
-
-def _check_room(run: Run, job: Job, data: Feed) -> None:
-    readers = job.world.ranks_over(job.data_axes)
-    held = run.settings.batch // readers * job.world.local_size * sample_bytes(data.train[0])
-    if held > (free := free_memory()):
-        raise ConfigError(
-            f"a step's samples take {held / 1e9:,.3g} GB on this host, which has {free / 1e9:.3g} GB of memory free",
-            hint=f"lower run.batch, which is {run.settings.batch:,}",
-        )
 
 
 def _resume(job: Job, run: Run) -> int | None:

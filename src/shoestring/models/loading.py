@@ -1,56 +1,49 @@
-"""Objects from the names in a run file: models, losses and data sets; and models from the folders that runs leave."""
+"""Models, opened: from `package.module:callable`, from the folder of a run or a model, and from Hugging Face."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import shutil
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
-from safetensors.torch import save_model as save_weights
 from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import hf, llama
-from shoestring.models.gpt import GPT
-from shoestring.storage.whole import replaced_folder, write_atomic
-
-MARKER = "shoestring"
-"""The key in config.json under which a model folder says its `format`: which of `READERS` opens it."""
-TRANSFORMERS = {MARKER: {"format": "transformers"}}
-PRETRAINED = "pretrained"
-"""The folder in a run's folder that holds the configuration of the `hf:` model it began with."""
+from shoestring.models.saving import MARKER
+from shoestring.naming import resolve
 
 
-def resolve(target: str, key: str) -> Callable[..., Any]:
-    """The callable named `package.module:callable` by the run file's `key`.
+def open_model(
+    source: str, arguments: Mapping[str, Any] | None = None, offered: Mapping[str, Any] | None = None, seed: int = 0
+) -> nn.Module:
+    """A model in evaluation mode, by the name that a user gives: of a teacher, a drafter, a base of adapters.
+
+    Args:
+        source: `hf:NAME`, the folder of a run or of a model, or `package.module:callable`, whose weights are drawn
+            from `seed`; random numbers elsewhere stay as they are.
+        arguments: of the callable, or entries of config.json of an `hf:` model; a folder takes none.
+        offered: what the data needs, `vocab_size` and `context`.
 
     Raises:
-        ConfigError: no such module or name in it, or importing it fails.
+        ConfigError: there is no such callable or `hf:` model, or it does not take these arguments.
+        CheckpointError: a folder holds no model, or its weights do not fit.
     """
-    module_name, _, name = target.partition(":")
-    if not name:
-        raise ConfigError(f"`{key}` is {target!r}, not of the form `package.module:callable`")
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"`{key}`: cannot import `{module_name}`: {reason}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        public = [each for each in dir(module) if not each.startswith("_") and callable(getattr(module, each))]
-        raise ConfigError(f"`{key}`: `{module_name}` has no callable `{name}`", hint=nearest(name, public))
-    return found
+    if ":" in source:
+        with torch.random.fork_rng(devices=[]):
+            return build_model(source, arguments or {}, offered or {}, seed).eval()
+    if arguments:
+        raise ConfigError(f"the model in `{source}` takes no arguments, got {', '.join(arguments)}")
+    return load_model(source)[0]
 
 
-def model(
+def build_model(
     target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], seed: int = 0, *, weights: bool = True
 ) -> nn.Module:
     """Call `run.model` with [model]'s arguments, and with those of `offered` (vocab_size, context) that it takes.
@@ -93,75 +86,16 @@ def _accepted(build: Callable[..., Any]) -> list[str] | None:
     return [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
-def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says.
-
-    An earlier model in the folder stays whole until this one is; what else is there stays.
-    """
-    with replaced_folder(folder) as new:
-        own_format = getattr(built, "save_pretrained", None)
-        if isinstance(built, GPT):
-            llama.save_pretrained(built, new)
-        elif hf.is_pretrained(built):
-            hf.save(built, new, TRANSFORMERS)
-        elif callable(own_format):
-            own_format(new)
-        else:
-            _save_weights(built, new / "model.safetensors")
-            write_atomic(new / "config.json", json.dumps(marked(made_by), indent=2).encode())
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, new, made_by)
-        _carry_over(folder, new)
-
-
-def _carry_over(former: Path, new: Path) -> None:
-    """Keep what is in a model's folder besides the model: a user's notes."""
-    for path in former.iterdir() if former.is_dir() else ():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not weights and not (new / path.name).exists():
-            if path.is_dir() and not path.is_symlink():
-                shutil.copytree(path, new / path.name, symlinks=True)
-            else:
-                shutil.copy2(path, new / path.name, follow_symlinks=False)
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write a model's tokenizer to its folder; generation with transformers ends where a document does."""
-    tokenizer.save_pretrained(folder, made_by["offered"]["context"])
-    if not (folder / "generation_config.json").exists():
-        write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": tokenizer.end_of_text}).encode())
-
-
-def marked(made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a model that its own module builds."""
-    return {MARKER: {"format": "module", **made_by}}
-
-
-def remember(target: str, folder: Path) -> None:
-    """Write to a run's `folder` what its saves need to become a model again wherever the folder is."""
-    if target.startswith(hf.PREFIX):
-        hf.remember(target.removeprefix(hf.PREFIX), folder / PRETRAINED)
-
-
-def _save_weights(built: nn.Module, path: Path) -> None:
-    """As safetensors, whole or not at all; weights under several names are written once."""
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        save_weights(built, str(aside))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def load_model(path: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """A model and its tokenizer from a run folder, a model folder or one of transformers, by what config.json says.
+def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
+    """A model and its tokenizer from a run folder, a model folder or `hf:NAME`, by what config.json says.
 
     Raises:
         CheckpointError: there is no model, its format is unknown, or its weights do not fit.
     """
     if str(path).startswith(hf.PREFIX):
         return _from_hub(str(path).removeprefix(hf.PREFIX))
-    folder = path / "model" if (path / "model" / "config.json").is_file() else path
+    folder = Path(path)
+    folder = folder / "model" if (folder / "model" / "config.json").is_file() else folder
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -180,7 +114,7 @@ def _from_hub(name: str) -> tuple[nn.Module, Tokenizer | None]:
 
 def _from_module(folder: Path) -> nn.Module:
     made_by = json.loads((folder / "config.json").read_text())[MARKER]
-    built = model(made_by["model"], made_by["arguments"], made_by["offered"])
+    built = build_model(made_by["model"], made_by["arguments"], made_by["offered"])
     try:
         load_weights(built, str(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -1,0 +1,83 @@
+"""Model folders, written: weights as safetensors, a config.json that says what opens them, and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_model as save_weights
+from torch import nn
+
+from shoestring.data.tokenizer import Tokenizer
+from shoestring.models import hf, llama
+from shoestring.models.gpt import GPT
+from shoestring.storage.whole import replaced_folder, write_atomic
+
+MARKER = "shoestring"
+"""The key in config.json under which a model folder says its `format`: which of `READERS` opens it."""
+TRANSFORMERS = {MARKER: {"format": "transformers"}}
+PRETRAINED = "pretrained"
+"""The folder in a run's folder that holds the configuration of the `hf:` model it began with."""
+
+
+def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made_by: Mapping[str, Any]) -> None:
+    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says.
+
+    An earlier model in the folder stays whole until this one is; what else is there stays.
+    """
+    with replaced_folder(folder) as new:
+        own_format = getattr(built, "save_pretrained", None)
+        if isinstance(built, GPT):
+            llama.save_pretrained(built, new)
+        elif hf.is_pretrained(built):
+            hf.save(built, new, TRANSFORMERS)
+        elif callable(own_format):
+            own_format(new)
+        else:
+            _save_weights(built, new / "model.safetensors")
+            write_atomic(new / "config.json", json.dumps(marked(made_by), indent=2).encode())
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new, made_by)
+        _carry_over(folder, new)
+
+
+def _carry_over(former: Path, new: Path) -> None:
+    """Keep what is in a model's folder besides the model: a user's notes."""
+    for path in former.iterdir() if former.is_dir() else ():
+        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not weights and not (new / path.name).exists():
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, new / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, new / path.name, follow_symlinks=False)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, made_by: Mapping[str, Any]) -> None:
+    """Write a model's tokenizer to its folder; generation with transformers ends where a document does."""
+    tokenizer.save_pretrained(folder, made_by["offered"]["context"])
+    if not (folder / "generation_config.json").exists():
+        write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": tokenizer.end_of_text}).encode())
+
+
+def marked(made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a model that its own module builds."""
+    return {MARKER: {"format": "module", **made_by}}
+
+
+def remember(target: str, folder: Path) -> None:
+    """Write to a run's `folder` what its saves need to become a model again wherever the folder is."""
+    if target.startswith(hf.PREFIX):
+        hf.remember(target.removeprefix(hf.PREFIX), folder / PRETRAINED)
+
+
+def _save_weights(built: nn.Module, path: Path) -> None:
+    """As safetensors, whole or not at all; weights under several names are written once."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_weights(built, str(aside))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
