@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
-from shoestring.testing.netlab import Lab, netlab, netlab_available, records
+from shoestring.testing.netlab import Lab, lab_folders, netlab, netlab_available
+from shoestring.testing.netlab.lab_folders import LabRecord
 from shoestring.testing.netlab.links import bits_per_second
 from shoestring.testing.netlab.machine import Identity, parent
-from shoestring.testing.netlab.records import Record
 
 RATES = ("1mbit", "10mbit", "100mbit", "1gbit")
 _FRAME, _PAYLOAD = 1514, 1448  # bytes: a full Ethernet frame of TCP with time stamps, and what it carries
@@ -180,13 +180,13 @@ def kill(owner: subprocess.Popen[str]) -> None:
 
 def folder_of(owner: int) -> Path:
     """The folder of the lab that process `owner` has."""
-    return next(folder for folder in records.folders() if Record.read(folder).owner.pid == owner)
+    return next(folder for folder in lab_folders.folders() if LabRecord.read(folder).owner.pid == owner)
 
 
 def surroundings() -> set[str]:
     """The interfaces of this process's own network, and its mounts where a lab makes some on its hosts."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    places = ("/proc", "/dev/shm", "/etc/hosts", str(records.ROOT))
+    places = ("/proc", "/dev/shm", "/etc/hosts", str(lab_folders.ROOT))
     mounts = {f"mount {line[0]} at {line[4]}" for line in lines if line[4].startswith(places)}
     return mounts | {f"interface {path.name}" for path in Path("/sys/class/net").iterdir()}
 

@@ -18,7 +18,7 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
 from benchmarks.rows import RESULTS
 from shoestring.core.errors import WorldError
 from shoestring.report.reading import read
-from shoestring.testing.netlab import SHARED, Job, Lab, netlab, netlab_available
+from shoestring.testing.netlab import SHARED, Lab, Program, netlab, netlab_available
 
 ROUNDS = 20
 STEPS, EVERY, STRIKE = 60, 5, 12  # the run's length, its saves, and the step after which something happens to it
@@ -91,7 +91,7 @@ class Trial:
             raise RuntimeError(f"{workers} local ranks failed:\n{done.stderr}")
         return self.losses(name)
 
-    def start(self, lab: Lab, name: str, *overrides: str, restarts: int = 3) -> Job:
+    def start(self, lab: Lab, name: str, *overrides: str, restarts: int = 3) -> Program:
         """Start the run under torchrun on all hosts of a lab, in the folder that they share."""
         options = {
             "--nnodes": str(len(lab.hosts)),
@@ -107,7 +107,7 @@ class Trial:
         train = ["-m", "shoestring", "train", self.run, "--run.folder", str(SHARED / name), *overrides]
         return lab.start([*torchrun, *train], env=environment())
 
-    def reach(self, job: Job, name: str, step: int) -> None:
+    def reach(self, job: Program, name: str, step: int) -> None:
         """Wait until a run has done `step` steps.
 
         Raises:
@@ -131,14 +131,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def undisturbed(lab: Lab, trial: Trial, name: str) -> Job:
+def undisturbed(lab: Lab, trial: Trial, name: str) -> Program:
     """Two hosts, to which nothing happens."""
     job = trial.start(lab, name)
     job.check(PATIENCE)
     return job
 
 
-def killed(lab: Lab, trial: Trial, name: str, rank: int = 1) -> Job:
+def killed(lab: Lab, trial: Trial, name: str, rank: int = 1) -> Program:
     """The agents start the ranks again after one of them died."""
     job = trial.start(lab, name)
     trial.reach(job, name, STRIKE)
@@ -147,7 +147,7 @@ def killed(lab: Lab, trial: Trial, name: str, rank: int = 1) -> Job:
     return job
 
 
-def replaced(lab: Lab, trial: Trial, name: str) -> Job:
+def replaced(lab: Lab, trial: Trial, name: str) -> Program:
     """A host is lost with its memory and disk, and a fresh one of the same name joins."""
     job = trial.start(lab, name, "--run.timeout", "10")
     trial.reach(job, name, STRIKE)
@@ -158,7 +158,7 @@ def replaced(lab: Lab, trial: Trial, name: str) -> Job:
     return job
 
 
-def share(scenario: Callable[[Lab, Trial, str], Job], rounds: int, deadline: Deadline) -> Measured | NotRun:
+def share(scenario: Callable[[Lab, Trial, str], Program], rounds: int, deadline: Deadline) -> Measured | NotRun:
     """The share of the rounds that end with the losses of two local ranks to which nothing happened."""
     if reason := netlab_available():
         return NotRun(reason)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from benchmarks.restart import Trial
 from shoestring.checkpoint.tiers import peer_copies
-from shoestring.testing.netlab import Job, Lab, netlab, netlab_available
+from shoestring.testing.netlab import Lab, Program, netlab, netlab_available
 
 HOSTS = 4
 STEPS = 24
@@ -49,7 +49,7 @@ class Fleet(Trial):
         return cls(folder)
 
 
-def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str) -> Job:
+def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str) -> Program:
     """A run that loses a host after a step, and gets a fresh one in its place."""
     job = fleet.start(lab, name, "--run.timeout", "10", *overrides)
     fleet.reach(job, name, at)
@@ -60,7 +60,7 @@ def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str)
     return job
 
 
-def resumed(job: Job) -> list[tuple[int, int]]:
+def resumed(job: Program) -> list[tuple[int, int]]:
     """(the step gone on from, steps repeated) of each restart, as the host says that is the first then."""
     said = "".join(job.output(host) for host in range(HOSTS))
     return [

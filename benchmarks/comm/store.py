@@ -16,7 +16,7 @@ from benchmarks.comm.setting import RANKS
 from benchmarks.comm.spec import Spec
 from benchmarks.comm.worker import TOKENS
 from benchmarks.machine import ROOT, git_commit
-from shoestring.testing.netlab import Job, Lab, netlab
+from shoestring.testing.netlab import Lab, Program, netlab
 
 PATIENCE = 300.0  # seconds for a launch to be ready
 
@@ -77,7 +77,7 @@ def launch(spec: Spec, folder: Path) -> dict[str, Any]:
     return {"spec": json.loads(spec.text()), "commit": git_commit(), "wall": wall, "logs": logs}
 
 
-def started(lab: Lab, job: Job, spec: Spec, folder: Path) -> float:
+def started(lab: Lab, job: Program, spec: Spec, folder: Path) -> float:
     """Wait until all ranks are ready, slow the links down, and say go: when that was."""
     end = time.monotonic() + PATIENCE
     while len(list(folder.glob("ready-*"))) < RANKS:

@@ -48,10 +48,10 @@ class Train:
 
             return launch([*_debugging(), "train", self.source, *overrides], workers, self.restarts)
         from shoestring.distributed.join import join
-        from shoestring.report.recorder import Record
+        from shoestring.report.recorder import Recorder
         from shoestring.training.loop import train
 
-        with Record() as record, join(timeout=resolved.settings.timeout) as world:
+        with Recorder() as record, join(timeout=resolved.settings.timeout) as world:
             _quiet(world.first)
             result = train(resolved, world, record)
         return 0 if result.status == "finished" else 130

@@ -15,7 +15,7 @@ from shoestring.cli import main
 from shoestring.core.errors import NonFiniteError, PeerError
 from shoestring.report import digest, history_file
 from shoestring.report.reading import read
-from shoestring.report.recorder import Record
+from shoestring.report.recorder import Recorder
 from tests.report import failing
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_what_fails_before_the_first_step_leaves_a_folder_that_can_be_used_again
 
 
 def failed(folder, rank, error):
-    with pytest.raises(type(error)), Record() as record:
+    with pytest.raises(type(error)), Recorder() as record:
         record.begin(folder.path, rank, lambda: 7)
         raise error
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.netlab import descendants, ends, folder_of, kill, left_after, start_owner, surroundings
 from shoestring.core.errors import ConfigError, WorldError
-from shoestring.testing.netlab import DISK, LOGS, SHARED, cli, netlab, netlab_available, records
+from shoestring.testing.netlab import DISK, LOGS, SHARED, cli, lab_folders, netlab, netlab_available
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -288,7 +288,7 @@ def test_killed_owners_leave_nothing():
 
 def test_what_a_killed_owner_leaves_running_is_ended_by_the_next_start_and_nothing_of_others(lab):
     owner = start_owner()
-    switch = records.Record.read(folder_of(owner.pid)).switch
+    switch = lab_folders.LabRecord.read(folder_of(owner.pid)).switch
     switch.kill(signal.SIGSTOP)  # so that the lab cannot end itself
     family = list(descendants(owner.pid))
     foreign = subprocess.Popen(
@@ -314,7 +314,7 @@ def test_a_block_that_raises_ends_the_lab_all_the_same():
         raise RuntimeError("mishap")
     assert family
     assert not [identity for identity in family if identity.alive()]
-    assert lab.logs.parent not in records.folders()
+    assert lab.logs.parent not in lab_folders.folders()
 
 
 def test_logs_of_an_earlier_lab_are_not_written_over(tmp_path):
@@ -329,7 +329,7 @@ def test_logs_of_an_earlier_lab_are_not_written_over(tmp_path):
 
 
 def test_a_lab_by_hand_is_up_until_down(capfd):
-    if records.kept():
+    if lab_folders.kept_lab():
         pytest.skip("a lab of `shoestring lab up` is up")
     cli.up(2, "10mbit")
     try:

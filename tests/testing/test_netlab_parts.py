@@ -1,4 +1,4 @@
-"""netlab's parts that need no privileges: rates, sizes, records, and telling processes apart."""
+"""netlab's parts that need no privileges: rates, sizes, lab records, and telling processes apart."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from shoestring.core.errors import ConfigError, WorldError
-from shoestring.testing.netlab import cli, links, machine, netlab, netlab_available, records
+from shoestring.testing.netlab import cli, lab_folders, links, machine, netlab, netlab_available
 from shoestring.testing.netlab.hosts import HostSpec, spawn
+from shoestring.testing.netlab.lab_folders import LabRecord
 from shoestring.testing.netlab.machine import Identity
-from shoestring.testing.netlab.records import Record
 
 
 @pytest.mark.parametrize(
@@ -97,35 +97,37 @@ def test_a_process_is_not_taken_for_one_that_had_its_number(sleeper):
 
 @pytest.fixture
 def root(monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "ROOT", tmp_path / "labs")
+    monkeypatch.setattr(lab_folders, "ROOT", tmp_path / "labs")
     return tmp_path / "labs"
 
 
 def test_a_record_comes_back_as_it_was(root):
-    folder = records.create()
-    mine = replace(Record.mine(), switch=Identity(pid=1, started=2), hosts={3: Identity(pid=4, started=5)}, kept=True)
+    folder = lab_folders.create()
+    mine = replace(
+        LabRecord.mine(), switch=Identity(pid=1, started=2), hosts={3: Identity(pid=4, started=5)}, kept=True
+    )
     mine.write(folder)
-    assert Record.read(folder) == mine
+    assert LabRecord.read(folder) == mine
     assert folder.stat().st_mode & 0o777 == root.stat().st_mode & 0o777 == 0o700
-    records.discard(folder)
+    lab_folders.discard(folder)
     assert not root.exists()
 
 
 def test_a_sweep_takes_what_killed_owners_left_and_nothing_else(root, sleeper):
-    gone = replace(Record.mine(), owner=Identity(pid=sleeper.pid, started=1))
+    gone = replace(LabRecord.mine(), owner=Identity(pid=sleeper.pid, started=1))
     cases = {
         "left": gone,
         "left before the machine was started": replace(gone, boot="another"),
-        "alive": Record.mine(),
+        "alive": LabRecord.mine(),
         "of another container": replace(gone, pid_namespace="pid:[1]"),
     }
     folders = {}
     for what, record in cases.items():
-        folders[what] = records.create()
+        folders[what] = lab_folders.create()
         record.write(folders[what])
     folders["not a lab"] = root / "notes"
     folders["not a lab"].mkdir()
-    records.sweep()
+    lab_folders.sweep()
     left = {what for what, folder in folders.items() if folder.exists()}
     assert left == {"alive", "of another container", "not a lab"}
     assert sleeper.poll() is None
@@ -133,24 +135,24 @@ def test_a_sweep_takes_what_killed_owners_left_and_nothing_else(root, sleeper):
 
 def test_a_sweep_kills_the_first_process_of_a_left_lab_only(root, sleeper):
     switch = Identity.of(sleeper.pid)
-    gone = replace(Record.mine(), owner=Identity(pid=sleeper.pid, started=1))
-    replace(gone, switch=replace(switch, started=switch.started - 1)).write(records.create())
-    replace(gone, switch=switch, boot="another").write(records.create())
-    records.sweep()
+    gone = replace(LabRecord.mine(), owner=Identity(pid=sleeper.pid, started=1))
+    replace(gone, switch=replace(switch, started=switch.started - 1)).write(lab_folders.create())
+    replace(gone, switch=switch, boot="another").write(lab_folders.create())
+    lab_folders.sweep()
     assert sleeper.poll() is None
-    replace(gone, switch=switch).write(records.create())
-    records.sweep()
+    replace(gone, switch=switch).write(lab_folders.create())
+    lab_folders.sweep()
     assert sleeper.wait() == -9
 
 
 def test_a_folder_that_others_can_enter_is_not_trusted(root):
     root.mkdir(mode=0o755)
     with pytest.raises(WorldError, match="not a private folder"):
-        records.create()
+        lab_folders.create()
     root.rmdir()
     root.symlink_to("/tmp")
     with pytest.raises(WorldError, match="not a private folder"):
-        records.sweep()
+        lab_folders.sweep()
 
 
 def test_torchrun_on_all_hosts_gets_a_rendezvous_unless_it_has_one():

@@ -56,7 +56,7 @@ def open_source(source: str, field: str) -> Source:
         return StandardLibrary(Path(sysconfig.get_path("stdlib")))
     if source.startswith("hf:"):
         return HuggingFace(source.removeprefix("hf:"), field)
-    return Files(source, field)
+    return TextFiles(source, field)
 
 
 def key_of(name: str) -> int:
@@ -68,7 +68,7 @@ def _listing(paths: list[Path]) -> list[Any]:
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path in paths for stat in [path.stat()]]
 
 
-class Files(Source):
+class TextFiles(Source):
     """Text files, .jsonl files and .parquet files.
 
     Each line of a .jsonl file and each row of a .parquet file is a document. A text file is one too where there are

@@ -19,7 +19,7 @@ log = logging.getLogger("shoestring")
 _FRAMES = 12  # innermost calls that are kept of a traceback
 
 
-class Record:
+class Recorder:
     """Surrounds all that a process does for a run; once the run has begun, notes how it fails and writes its report.
 
     It stands outside of whatever turns failures into messages, so that the history has the message that the user sees.
@@ -45,7 +45,7 @@ class Record:
             _report(folder)
         history_file.add(folder, "started", rank=0, step=step(), **facts)
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

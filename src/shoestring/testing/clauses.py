@@ -20,7 +20,7 @@ from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import AREAS, Feature, Seam, area_of
 from shoestring.settings import help_texts, structure
-from shoestring.testing import imports, rivals, scenarios
+from shoestring.testing import imports, refused_features, scenarios
 from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
 from shoestring.testing.pool import RankError
 
@@ -125,7 +125,7 @@ def refuses_before_it_takes(case: Case) -> None:
         require(
             not unsaid, f"takes {', '.join(unsaid)} without naming it among its seams: nobody refuses a second owner"
         )
-        for other, error in (*_rivals(case.feature), (rivals.Refuse(), "ConfigError")):
+        for other, error in (*_second_owners(case.feature), (refused_features.RefusesEveryJob(), "ConfigError")):
             for result in case.run(scenarios.refuse, ranks, [*company, other]):
                 got = f"{result['error']}: {result['message']}" if result["error"] else "nothing"
                 require(result["error"] == error, f"beside {other.name}: raised {got}, not a {error}")
@@ -302,9 +302,9 @@ def _is_exported(feature: Feature) -> bool:
         return False
 
 
-def _rivals(feature: Feature) -> Iterator[tuple[Feature, str]]:
+def _second_owners(feature: Feature) -> Iterator[tuple[Feature, str]]:
     """A second owner of each seam that has one owner."""
-    for rival in (rivals.Sharder(), rivals.Wirer(), rivals.Optimizing()):
+    for rival in (refused_features.ShardOwner(), refused_features.WireOwner(), refused_features.OptimOwner()):
         if rival.seams[0] in feature.seams and (rival.seams[0] is Seam.OPTIM or feature.over):
             yield rival, "ConflictError"
 

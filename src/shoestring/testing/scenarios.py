@@ -37,7 +37,7 @@ from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.settings import structure
 from shoestring.testing import jobs
-from shoestring.testing.taken import Allocations, fresh_garbage, taken
+from shoestring.testing.held_resources import Allocations, fresh_garbage, held_resources
 
 Encoded = Mapping[str, Any]
 T = TypeVar("T")
@@ -245,11 +245,11 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     world = here()
     optimizers: list[Optimizer] = []
     jobs.sgd()([nn.Parameter(torch.zeros(1))])  # the first optimizer loads torch's compiler, which sets variables
-    before = taken(built if returns_model else None)
+    before = held_resources(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
     with suppress(PlannedError):
         _use(built, several, world, optimizers, ending)
-    after = taken(built if returns_model else None, optimizers)
+    after = held_resources(built if returns_model else None, optimizers)
     left = sorted((after - before).elements())
     if not returns_model:
         watched = ref(built)
@@ -301,13 +301,13 @@ def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str,
     job = Job(built, optimizer=jobs.sgd(), world=here())
     error = message = ""
     with fresh_garbage():
-        before = taken(built)
+        before = held_resources(built)
         with Allocations() as allocations:
             try:
                 compose(job, several)
             except Exception as raised:
                 error, message = type(raised).__name__, f"{raised}"
-        left = sorted((taken(built) - before).elements()) + allocations.kept()
+        left = sorted((held_resources(built) - before).elements()) + allocations.kept()
     left += [f"the file {path}" for path in Path(folder).rglob("*")]
     return {"error": error, "message": message, "left": left}
 

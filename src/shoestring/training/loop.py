@@ -16,7 +16,7 @@ from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
 from shoestring.data.loader import Loader
 from shoestring.models.saving import remember
-from shoestring.report.recorder import Record
+from shoestring.report.recorder import Recorder
 from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
@@ -36,7 +36,7 @@ PART = 64  # held-out samples of an evaluation during the run
 def train(
     run: Run,
     world: World,
-    record: Record | None = None,
+    record: Recorder | None = None,
     *,
     sinks: Sequence[Sink] = (),
     stop: Callable[[], bool] | None = None,

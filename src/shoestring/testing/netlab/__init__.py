@@ -20,9 +20,9 @@ Needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
 """
 
 from shoestring.testing.netlab.hosts import DISK, LOGS, SHARED
-from shoestring.testing.netlab.jobs import Job
 from shoestring.testing.netlab.lab import Lab, netlab
 from shoestring.testing.netlab.links import Traffic
 from shoestring.testing.netlab.machine import netlab_available
+from shoestring.testing.netlab.programs import Program
 
-__all__ = ["DISK", "LOGS", "SHARED", "Job", "Lab", "Traffic", "netlab", "netlab_available"]
+__all__ = ["DISK", "LOGS", "SHARED", "Lab", "Program", "Traffic", "netlab", "netlab_available"]

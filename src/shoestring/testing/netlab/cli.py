@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from shoestring.core.errors import ConfigError, WorldError
-from shoestring.testing.netlab import records
+from shoestring.testing.netlab import lab_folders
 from shoestring.testing.netlab.hosts import DISK, HostSpec, inside
 from shoestring.testing.netlab.lab import netlab
 from shoestring.testing.netlab.machine import environment
@@ -44,7 +44,7 @@ def up(
     Raises:
         WorldError: one is up already, or the machine cannot; the message says why.
     """
-    if records.kept():
+    if lab_folders.kept_lab():
         raise WorldError("a lab is up already", hint="`shoestring lab down` ends it")
     HostSpec(shm=shm, disk=disk, delay=delay, shared=shared)
     words = [str(hosts), rate or "", str(delay), shm, disk, str(shared.resolve()) if shared else ""]
@@ -90,9 +90,9 @@ def down() -> None:
     Raises:
         WorldError: none is up.
     """
-    record = records.kept()
+    record = lab_folders.kept_lab()
     if record is None:
-        records.sweep()
+        lab_folders.sweep()
         raise WorldError("no lab is up", hint="`shoestring lab up` starts one")
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(record.owner.pid)
@@ -101,7 +101,7 @@ def down() -> None:
             _await(handle)
         finally:
             os.close(handle)
-    records.sweep()
+    lab_folders.sweep()
 
 
 def run(command: Sequence[str], host: str | None = None) -> int:
@@ -116,7 +116,7 @@ def run(command: Sequence[str], host: str | None = None) -> int:
         WorldError: no lab is up, or it has no such host.
         ConfigError: there is no command.
     """
-    record = records.kept()
+    record = lab_folders.kept_lab()
     if record is None:
         raise WorldError("no lab is up", hint="`shoestring lab up` starts one")
     if not command:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError, WorldError
+from shoestring.testing.netlab.lab_folders import ROOT
 from shoestring.testing.netlab.machine import HINT, Identity, environment, namespace, tool, unshare
-from shoestring.testing.netlab.records import ROOT
 
 DISK = ROOT / "disk"
 """The scratch disk, as a process on a host sees it."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from shoestring.core.errors import ConfigError, WorldError
 from shoestring.testing.netlab import hosts as host_module
-from shoestring.testing.netlab import jobs, links, records
+from shoestring.testing.netlab import lab_folders, links, programs
 from shoestring.testing.netlab.hosts import Host, HostSpec
-from shoestring.testing.netlab.jobs import Job
 from shoestring.testing.netlab.machine import HINT, Identity, netlab_available
+from shoestring.testing.netlab.programs import Program
 
 
 class Lab:
@@ -27,8 +27,8 @@ class Lab:
         self.logs = logs
         self._folder, self._switch, self._spec, self._rate = folder, switch, spec, rate
         self._hosts: dict[int, Host] = {}
-        self._jobs: list[Job] = []
-        self._record = replace(records.Record.mine(), switch=switch, kept=kept)
+        self._jobs: list[Program] = []
+        self._record = replace(lab_folders.LabRecord.mine(), switch=switch, kept=kept)
         self._record.write(folder)
 
     @property
@@ -104,11 +104,11 @@ class Lab:
         Raises:
             WorldError: no worker has that rank now, or more than one.
         """
-        jobs.of_rank(self._hosts, rank).kill(sig)
+        programs.find_rank(self._hosts, rank).kill(sig)
 
     def start(
         self, command: Sequence[str], *, hosts: Sequence[int] | None = None, env: Mapping[str, str] | None = None
-    ) -> Job:
+    ) -> Program:
         """Start a command on the hosts named (on all by default), in this process's folder; `env` adds to its own."""
         words = list(command)
         return self._start(lambda _: words, self._name(), hosts, env)
@@ -142,7 +142,7 @@ class Lab:
         nnodes: str | None = None,
         hosts: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> Job:
+    ) -> Program:
         """Start torchrun with the same arguments on each host, rendezvous on the first.
 
         Args:
@@ -156,7 +156,7 @@ class Lab:
                 (github.com/pytorch/pytorch/issues/135712).
         """
         members, name = self.hosts if hosts is None else tuple(hosts), self._name()
-        command = jobs.torchrun(
+        command = programs.torchrun_command(
             name,
             python=sys.executable,
             nnodes=nnodes or str(len(members)),
@@ -176,13 +176,13 @@ class Lab:
         name: str,
         hosts: Sequence[int] | None,
         env: Mapping[str, str] | None,
-    ) -> Job:
+    ) -> Program:
         folder = self.logs / name
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(f"netlab: {folder} is of an earlier lab", hint="give logs= an empty folder") from None
-        job = Job(self._host, command, {**os.environ, **(env or {})}, folder)
+        job = Program(self._host, command, {**os.environ, **(env or {})}, folder)
         self._jobs.append(job)
         for host in self.hosts if hosts is None else hosts:
             job.join(host)
@@ -246,10 +246,10 @@ def netlab(
         links.bits_per_second(rate)
     if reason := netlab_available():
         raise WorldError(reason, hint=HINT)
-    records.sweep()
+    lab_folders.sweep()
     with contextlib.ExitStack() as stack:
-        folder = records.create()
-        stack.callback(records.discard, folder)
+        folder = lab_folders.create()
+        stack.callback(lab_folders.discard, folder)
         switch = _open(stack, folder)
         folder_of_logs = logs or folder / "logs"
         folder_of_logs.mkdir(parents=True, exist_ok=True)

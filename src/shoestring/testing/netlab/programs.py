@@ -17,7 +17,7 @@ from shoestring.testing.netlab.machine import Identity, parent, processes
 MARK = "SHOESTRING_LAB_JOB"  # in the environment of a job's processes, so that all can be found, whoever started them
 
 
-class Job:
+class Program:
     """One command on several hosts of a lab; made by `Lab.start` and `Lab.torchrun`.
 
     `folder` has what the hosts printed: `host0.log` and so on, and for torchrun `host0/`, with the output of each
@@ -137,7 +137,7 @@ class Job:
         return "".join(f"\n--- host{host}\n" + "\n".join(lines) for host, lines in tails.items() if lines)
 
 
-def torchrun(
+def torchrun_command(
     job: str, *, python: str, nnodes: str, endpoint: str, nproc: int, restarts: int
 ) -> Callable[[int], list[str]]:
     """The torchrun command for each host, up to the script: c10d rendezvous at `endpoint`, output by rank in files."""
@@ -154,7 +154,7 @@ def torchrun(
     return lambda host: [python, "-m", "torch.distributed.run", *flat, "--log-dir", str(LOGS / job / f"host{host}")]
 
 
-def of_rank(hosts: Mapping[int, Host], rank: int) -> Identity:
+def find_rank(hosts: Mapping[int, Host], rank: int) -> Identity:
     """The worker with a global rank: the outermost process that has it as RANK in its environment.
 
     Raises:

@@ -24,7 +24,7 @@ _RECORD = "lab.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class LabRecord:
     """Who owns a lab, and the first process of each of its parts (None until it has started)."""
 
     boot: str
@@ -36,7 +36,7 @@ class Record:
     """Whether it is the one of `shoestring lab up`."""
 
     @classmethod
-    def mine(cls) -> Record:
+    def mine(cls) -> LabRecord:
         """The record of a lab that this process is about to start."""
         me = Identity.of(os.getpid())
         return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={}, kept=False)
@@ -48,7 +48,7 @@ class Record:
         draft.replace(folder / _RECORD)
 
     @classmethod
-    def read(cls, folder: Path) -> Record:
+    def read(cls, folder: Path) -> LabRecord:
         """Read it back.
 
         Raises:
@@ -93,7 +93,7 @@ def create() -> Path:
         # Another lab that ends takes the folder above away when it finds it empty.
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(mode=0o700)
-            Record.mine().write(folder)
+            LabRecord.mine().write(folder)
             return folder
     raise WorldError(f"netlab: cannot make a folder in {ROOT}")
 
@@ -110,11 +110,11 @@ def folders() -> list[Path]:
     return sorted(path for path in ROOT.iterdir() if path.is_dir()) if ROOT.is_dir() else []
 
 
-def kept() -> Record | None:
-    """The record of the lab that `shoestring lab up` has started, if it runs."""
+def kept_lab() -> LabRecord | None:
+    """Find the record of the lab that `shoestring lab up` has started; None where none runs."""
     for folder in folders():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = Record.read(folder)
+            record = LabRecord.read(folder)
             if record.kept and not record.abandoned():
                 return record
     return None
@@ -127,7 +127,7 @@ def sweep() -> None:
     _check_root()
     for folder in folders():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = Record.read(folder)
+            record = LabRecord.read(folder)
             if record.abandoned():
                 record.end()
                 discard(folder)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
+from shoestring.testing.held_resources import Allocations, held_resources
 from shoestring.testing.jobs import sgd, tiny
-from shoestring.testing.taken import Allocations, taken
 
 Parts = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -108,7 +108,7 @@ TAKERS: dict[str, Callable[[Parts], AbstractContextManager[object]]] = {
     r"the setting default type = torch.float64": wide_type,
     r"the thread `runner`": thread,
     r"the process \d+": process,
-    r"the open file .*test_taken.py": lambda _: Path(__file__).open(),  # noqa: SIM115  (the test closes it)
+    r"the open file .*test_held_resources.py": lambda _: Path(__file__).open(),  # noqa: SIM115  (the test closes it)
     r"the environment variable SHOESTRING_TEST=1": variable,
     r"the setting handler of SIGUSR2 = .*": handler,
 }
@@ -118,10 +118,10 @@ TAKERS: dict[str, Callable[[Parts], AbstractContextManager[object]]] = {
 def test_what_is_taken_is_seen_until_it_is_released(words: str) -> None:
     model = tiny()
     parts = (model, sgd()([*model.parameters()]))
-    before = taken(model, parts[1:])
+    before = held_resources(model, parts[1:])
     with TAKERS[words](parts):
-        held = sorted(taken(model, parts[1:]) - before)
-    assert sorted(taken(model, parts[1:]) - before) == []
+        held = sorted(held_resources(model, parts[1:]) - before)
+    assert sorted(held_resources(model, parts[1:]) - before) == []
     assert any(re.fullmatch(words, each) for each in held), held
 
 

@@ -1,4 +1,4 @@
-"""What a process and a model hold at one moment, so that before and after can be compared."""
+"""The resources that a process and a model hold at one moment, so that before and after can be compared."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shoestring.testing._torch import TorchDispatchMode, global_module_hooks, pr
 HOST_BYTES = 1 << 20  # Python objects below this may come and go
 
 
-def taken(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()) -> Counter[str]:
-    """Everything held now, in words, so that `after - before` is what was taken and not released."""
+def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()) -> Counter[str]:
+    """Name every resource held now, so that `after - before` is what was taken and not released."""
     gc.collect()
-    held = Counter(_of_process())
+    held = Counter(_process_resources())
     if model is not None:
-        held.update(_of_model(model))
+        held.update(_model_resources(model))
     for optimizer in optimizers:
         held.update(_hooks(vars(optimizer), "the optimizer"))
     return held
@@ -46,7 +46,7 @@ def fresh_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _of_model(model: nn.Module) -> Iterator[str]:
+def _model_resources(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         where = f"`{path}`" if path else "the model"
         yield f"{where} being a {type(module).__name__}"
@@ -67,7 +67,7 @@ def _hooks(attributes: Mapping[str, Any], where: str) -> Iterator[str]:
                 yield f"a hook ({name.strip('_')}) on {where}"
 
 
-def _of_process() -> Iterator[str]:
+def _process_resources() -> Iterator[str]:
     yield from (f"the thread `{thread.name}`" for thread in threading.enumerate())
     yield from (f"the open file {target}" for target in _open_files())
     yield from (f"the process {pid}" for pid in _children())
@@ -110,11 +110,11 @@ def _settings() -> Iterator[tuple[str, object]]:
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the tensors made inside its `with` block, and the growth of Python's own memory."""
+    """Records the tensors created inside its `with` block, and the growth of Python's own memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[weakref.ref[Tensor]] = []
+        self._tensors: list[weakref.ref[Tensor]] = []
         self._grown = 0
 
     def __enter__(self) -> Self:
@@ -132,12 +132,12 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, tuple | list) else (result,)
-        self._made.extend(weakref.ref(each) for each in made if isinstance(each, Tensor))
+        results = result if isinstance(result, tuple | list) else (result,)
+        self._tensors.extend(weakref.ref(each) for each in results if isinstance(each, Tensor))
         return result
 
     def kept(self) -> list[str]:
         """What is still held, in words."""
-        tensors = [tensor for ref in self._made if (tensor := ref()) is not None]
-        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in tensors]
+        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive]
         return held + ([f"{self._grown} bytes of host memory"] if self._grown > HOST_BYTES else [])

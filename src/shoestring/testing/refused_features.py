@@ -1,4 +1,4 @@
-"""Features that a composition must refuse."""
+"""Features that a composition must refuse beside another owner, or in their own check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharder(Feature):
-    """Owns SHARD."""
+class ShardOwner(Feature):
+    """A second owner of SHARD."""
 
     seams: ClassVar = (Seam.SHARD,)
 
@@ -23,8 +23,8 @@ class Sharder(Feature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wirer(Feature):
-    """Owns WIRE."""
+class WireOwner(Feature):
+    """A second owner of WIRE."""
 
     seams: ClassVar = (Seam.WIRE,)
 
@@ -33,8 +33,8 @@ class Wirer(Feature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizing(Feature):
-    """Owns OPTIM."""
+class OptimOwner(Feature):
+    """A second owner of OPTIM."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
@@ -43,8 +43,8 @@ class Optimizing(Feature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refuse(Feature):
-    """Refuses every job in its check, which is the last."""
+class RefusesEveryJob(Feature):
+    """Refuses every job in its check, which runs after all others."""
 
     seams: ClassVar = (Seam.STEP,)
 
