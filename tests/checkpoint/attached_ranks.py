@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from shoestring import checkpoint
-from shoestring.checkpoint import Tiered
+from shoestring.checkpoint import Plain, Tiered
 from shoestring.checkpoint.attached import Attached
-from shoestring.core.compose import attach
-from shoestring.parallel import DDP
+from shoestring.core.compose import attach, compose
+from shoestring.core.job import Job
+from shoestring.parallel import DDP, FSDP
 
 
 def saving(folder: str, state: dict[str, Any]) -> Attached:
@@ -93,3 +95,21 @@ def in_a_job(*, folder: str, first: int, stop: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         return {"begun": begun, "ended": digests(model, optimizer)}
+
+
+def in_one_file(*, folder: str, first: int, stop: int, sharded: bool) -> dict[str, Any]:
+    """The same, saved to one file by the first rank; sharded, where no broadcast makes the buffers equal again."""
+    torch.manual_seed(0)
+    model, rank = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)), 0
+    job = Job(model, loss=lambda output, _: (output.sum(), torch.tensor(4)), forward=lambda model, batch: model(batch))
+    job.optimizer = partial(AdamW, lr=1e-2)
+    if job.world.size > 1:
+        rank = dist.get_rank()
+    with compose(job, [FSDP() if sharded else DDP(), Plain(folder=folder)]):
+        assert job.restore is not None and (job.restore("auto") or 0) == first
+        job.progress.total = stop
+        begun = {name: digest(whole(value)) for name, value in job.kept["model"].state.state_dict().items()}
+        for step in range(first, stop):
+            job.step(inputs(step, rank))
+        ended = {name: digest(whole(value)) for name, value in job.kept["model"].state.state_dict().items()}
+        return {"begun": begun, "ended": ended}

@@ -46,3 +46,19 @@ def test_buffers_that_differ_between_replicas_are_those_of_each_rank(pool, tmp_p
     assert [each["ended"] for each in again] == [each["ended"] for each in through]
     alone = attached_ranks.replicated(folder=str(tmp_path / "struck"), first=6, stop=7)
     assert alone["begun"] == again[0]["ended"]  # on another number of ranks all resume from the first one's
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_a_save_in_one_file_holds_the_buffers_of_each_rank(pool, tmp_path, sharded):
+    def trained(name, first, stop):
+        folder = str(tmp_path / name)
+        return pool.call(attached_ranks.in_one_file, folder=folder, first=first, stop=stop, sharded=sharded)
+
+    through, saved = trained("through", 0, 6), trained("struck", 0, 4)
+    assert saved[0]["ended"]["1.running_mean"] != saved[1]["ended"]["1.running_mean"]
+    again = trained("struck", 4, 6)
+    assert [each["begun"] for each in again] == [each["ended"] for each in saved]
+    assert [each["ended"] for each in again] == [each["ended"] for each in through]
+    if not sharded:
+        alone = attached_ranks.in_one_file(folder=str(tmp_path / "struck"), first=6, stop=7, sharded=False)
+        assert alone["begun"] == again[0]["ended"]  # on another number of ranks all resume from the first one's

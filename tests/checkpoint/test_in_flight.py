@@ -29,7 +29,7 @@ class Lazy(Future):
         return super().result(timeout)
 
 
-class LazyExecutor:
+class LazyWorker:
     def __init__(self):
         self.under_way = []
 
@@ -37,12 +37,12 @@ class LazyExecutor:
         self.under_way.append(Lazy(partial(work, *arguments)))
         return self.under_way[-1]
 
-    def shutdown(self, *_, **__):
+    def stop(self, *_, **__):
         for each in self.under_way:
             each.result()
 
 
-class Eager(LazyExecutor):
+class Eager(LazyWorker):
     """Does its work before anything else happens."""
 
     def submit(self, work, *arguments):
@@ -54,7 +54,7 @@ class Eager(LazyExecutor):
 @pytest.fixture
 def late(monkeypatch):
     """Nothing is copied, or sealed, before somebody waits for it; called with a thread's name, that one is eager."""
-    of = {"_copier": LazyExecutor, "_follower": LazyExecutor}
+    of = {"_copier": LazyWorker, "_follower": LazyWorker}
     before = Stager.__init__
 
     def init(self, *arguments, **settings):

@@ -118,7 +118,7 @@ def test_memory_for_what_a_gpu_holds_is_reserved_beside_training(rig, monkeypatc
     assert found.step() == [] and found.step() == []  # training goes on
     gate.set()
     found.engine.drain()
-    assert {*reserved.values()} == {"checkpoint-seal_0"} and {*reserved} == {"own-0-0", "own-0-1"}
+    assert {*reserved.values()} == {"checkpoint-seal"} and {*reserved} == {"own-0-0", "own-0-1"}
     assert all((found.folder / f"{name}.private").stat().st_size > 0 for name in reserved)
     found.step()
     found.engine.drain()

@@ -1,7 +1,9 @@
 """No wait is without an end, and each says for what it waited."""
 
+import subprocess
+import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.tiers import waits
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL
-from shoestring.checkpoint.tiers.waits import result_of, stop
+from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.errors import CheckpointError
 
 
@@ -25,15 +27,45 @@ def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():
 
 
 def test_a_thread_ends_after_what_it_was_given_or_it_is_named():
-    done, gate, thread = [], threading.Event(), ThreadPoolExecutor(1)
+    done, gate, thread = [], threading.Event(), Worker("test")
     thread.submit(gate.wait, 30)
     thread.submit(lambda: done.append(True))
     with pytest.raises(CheckpointError, match="sealing did not end in 0 s"):
-        stop(thread, "sealing", patience=0)
+        thread.stop("sealing", patience=0)
     gate.set()
-    stop(thread, "sealing")
-    stop(thread, "sealing")
+    thread.stop("sealing")
+    thread.stop("sealing")
     assert done == [True]
+
+
+STUCK = """
+import threading
+from shoestring.checkpoint.tiers import waits
+from shoestring.core.errors import CheckpointError
+worker = waits.Worker("stuck")
+{first}
+worker.submit({work})
+waits.PATIENCE = {patience}
+try:
+    worker.stop("writing", patience=0)
+except CheckpointError:
+    print("told")
+"""
+
+
+def ended(**how):
+    return subprocess.run(
+        [sys.executable, "-c", STUCK.format(**how)], capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_a_thread_that_is_stuck_keeps_no_process_from_ending():
+    assert ended(first="", work="threading.Event().wait", patience=0.1) == "told\n"
+
+
+def test_a_process_that_ends_lets_its_threads_finish():
+    waiting = "gate = threading.Event(); threading.Timer(1, gate.set).start()"
+    assert ended(first=waiting, work="lambda: (gate.wait(), print('done', flush=True))", patience=30) == "told\ndone\n"
 
 
 class Stuck(Files):

@@ -1,6 +1,7 @@
 """Files and folders appear whole or not at all; what kills leave is removed, and what is being written is not."""
 
 import ctypes
+import fcntl
 import os
 import resource
 import signal
@@ -77,11 +78,48 @@ def test_a_file_that_was_taken_for_one_that_was_left_is_begun_again(tmp_path, mo
             (left,) = tmp_path.iterdir()
             left.unlink()
         times.append(descriptor)
-        real(descriptor)
+        return real(descriptor)
 
     monkeypatch.setattr(on_disk, "_lock", lock)
     write_atomic(tmp_path / "x", b"x")
     assert len(times) == 2 and names(tmp_path) == ["x"]
+
+
+@contextmanager
+def taking(monkeypatch):
+    """Another process that takes each new file or folder for one that was left, and is stuck while it removes it."""
+    held, real = [], on_disk._aside
+
+    def aside(path):
+        """The new name is known before there is anything: the other process locks what gets it."""
+        chosen = real(path)
+        opened = Path.mkdir, Path.open
+
+        def locked(made):
+            descriptor = os.open(chosen, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            held.append(descriptor)
+            return made
+
+        class Taken(type(chosen)):
+            def mkdir(self, *given, **named):
+                return locked(opened[0](Path(self), *given, **named))
+
+            def open(self, *given, **named):
+                return locked(opened[1](Path(self), *given, **named))
+
+        return Taken(chosen)
+
+    monkeypatch.setattr(on_disk, "_aside", aside)
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("make", [open_aside, lambda path: replaced_folder(path).__enter__()])
+def test_a_lock_that_another_process_holds_is_not_waited_for(make, tmp_path, monkeypatch):
+    with taking(monkeypatch), pytest.raises(OSError, match="removes each"):
+        make(tmp_path / "x")
 
 
 def test_a_link_in_the_place_of_a_file_aside_is_not_written_to(tmp_path, monkeypatch):

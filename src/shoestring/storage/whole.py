@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import glob
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
+_ATTEMPTS = 100  # to make a file that no other process takes for one that was left
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
@@ -36,18 +38,21 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
 
 
 def open_aside(path: Path) -> BinaryIO:
-    """A new file beside `path`, which `put_in_place` gives this name. Those of processes that were killed are removed.
+    """Open a new file beside `path`, to which `put_in_place` gives that name. Files that killed processes left go.
 
     A lock, which ends with its process, tells a file that is being written from one that was left.
+
+    Raises:
+        OSError: no file can be made there; or another process took each of several for one that was left.
     """
     make_folder(path.parent)
     _remove_left(path)
-    while True:
+    for _ in range(_ATTEMPTS):
         file = _aside(path).open("xb")
-        _lock(file.fileno())
-        if os.fstat(file.fileno()).st_nlink:  # nobody took it for a file that was left before it was locked
+        if _lock(file.fileno()):
             return file
         file.close()
+    raise _always_taken(path)
 
 
 def put_in_place(file: BinaryIO, path: Path) -> None:
@@ -73,9 +78,31 @@ def _remove_left(path: Path) -> None:
                 os.close(descriptor)
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int) -> bool:
+    """Lock a new file or folder without waiting; False where another process took it for one that was left."""
     with suppress(OSError):  # a file system without locks: then nobody can take it for one that was left, either
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is being removed
+            return False
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _always_taken(path: Path) -> OSError:
+    return OSError(errno.EBUSY, "another process removes each file or folder that is begun for it", str(path))
+
+
+def _make_aside(path: Path) -> tuple[Path, int]:
+    """A new, locked folder beside `path`, and its descriptor; see `open_aside`."""
+    for _ in range(_ATTEMPTS):
+        aside = _aside(path)
+        aside.mkdir()
+        with suppress(FileNotFoundError):  # removed before it was opened
+            descriptor = os.open(aside, os.O_RDONLY | os.O_CLOEXEC)
+            if _lock(descriptor):
+                return aside, descriptor
+            os.close(descriptor)
+    raise _always_taken(path)
 
 
 @contextmanager
@@ -87,11 +114,8 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     path = path.resolve()
     make_folder(path.parent)
     _remove_left(path)
-    aside = _aside(path)
-    aside.mkdir()
-    descriptor = os.open(aside, os.O_RDONLY)
+    aside, descriptor = _make_aside(path)
     try:
-        _lock(descriptor)
         yield aside
         for folder, _, names in os.walk(aside):
             for each in (Path(folder, name) for name in names):

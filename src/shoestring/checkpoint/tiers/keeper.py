@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from shoestring.checkpoint.tiers.file_acts import tried
 from shoestring.checkpoint.tiers.save_group import Circle
 from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, oldest
-from shoestring.checkpoint.tiers.waits import result_of, stop
+from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -73,7 +73,7 @@ class Keeper:
         self.circle = Circle.of(self.world, "copying a checkpoint to peers or to disk")
         self.disk, self.files = self.claim.disk, self.claim.disk.files
         self.held = [Slot(self.folder / f"held-{self.world.local_rank}-{index}", self.files) for index in range(2)]
-        self._thread = ThreadPoolExecutor(1, "checkpoint-keep")
+        self._thread = Worker("checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
         self._nbytes = 0  # of what is kept
@@ -116,7 +116,7 @@ class Keeper:
 
     def close(self, *, forget: bool) -> None:
         """Stop the thread; and give the memory back that it held for others."""
-        stop(self._thread, KEEPING, self._nbytes, 4 * self.circle.patience)
+        self._thread.stop(KEEPING, self._nbytes, 4 * self.circle.patience)
         for slot in self.held if forget else ():
             slot.close()
         self.circle.close()

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoestring import checkpoint
 from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.checkpoint.tiers.staging import buffer_names
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job, Kept
 from shoestring.core.trace import span
@@ -65,18 +69,24 @@ class Saver:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> bytes:
-        """The file's content on the first rank; other ranks contribute shards and their own state."""
-        world, kept = self.job.world, self.job.kept
-        shared: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        for name, each in kept.items():
+        """The file's content on the first rank; other ranks contribute shards, their own state and their buffers."""
+        world, shared = self.job.world, {}
+        mine: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
+        for name, each in self.job.kept.items():
+            state = each.state.state_dict()
             if each.across == "own":
-                own[name] = each.state.state_dict()
-            elif each.across == "shard" or world.first:
-                shared[name] = each.state.state_dict()
-        gathered = world.gather(pack(own)) if own else []
+                mine["own"][name] = state
+                continue
+            if each.across == "shard" or world.first:
+                shared[name] = state
+            if found := {key: state[key] for key in buffer_names(each.state) if isinstance(state.get(key), Tensor)}:
+                mine["buffers"][name] = found
+        told = [unpack(one) for one in world.gather(pack(mine))]
         head = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
-        return pack({**head, "shared": shared, "own": [unpack(one) for one in gathered]})
+        apart = [_other_than(told[0]["buffers"], each["buffers"]) for each in told]
+        if any(apart):
+            head["buffers"] = apart
+        return pack({**head, "shared": shared, "own": [each["own"] for each in told] if mine["own"] else []})
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
@@ -191,13 +201,26 @@ class Loader:
         """
         kept, world = self.kept[name], self.world
         if name in content["shared"]:
-            return content["shared"][name]
+            apart = content.get("buffers", [])
+            mine = apart[world.rank].get(name, {}) if len(apart) == world.size else {}
+            return {**content["shared"][name], **mine}
         states = [own[name] for own in content["own"] if name in own]
         if states and kept.across != "own":
             return states[0]
         if len(states) == world.size and (not kept.merge or content.get("mesh") == [world.hosts, world.local_size]):
             return states[world.rank]
         return kept.merge(states, world.rank, world.size) if states and kept.merge else None
+
+
+def _other_than(
+    first: Mapping[str, Mapping[str, Tensor]], buffers: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """The buffers of a rank, by state and name, that are not those of the first rank."""
+    differ = {
+        name: {key: value for key, value in mine.items() if not torch.equal(value, first[name][key])}
+        for name, mine in buffers.items()
+    }
+    return {name: each for name, each in differ.items() if each}
 
 
 def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
@@ -209,7 +232,9 @@ def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
     if content.get("format") != FORMAT:
         raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {FORMAT}")
     shared, own = content.get("shared"), content.get("own")
-    if not isinstance(shared, dict) or not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
+    buffers = content.get("buffers", [])
+    listed = [*own, *buffers] if isinstance(own, list) and isinstance(buffers, list) else [None]
+    if not isinstance(shared, dict) or not all(isinstance(each, dict) for each in listed):
         raise CheckpointError(f"`{path}` does not say what is in it")
     return content
 

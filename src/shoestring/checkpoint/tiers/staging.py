@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, l
 from shoestring.checkpoint.format.part import Draft, Form, aligned
 from shoestring.checkpoint.format.tree import encode, root, step
 from shoestring.checkpoint.tiers.slots import Slot
-from shoestring.checkpoint.tiers.waits import result_of, stop
+from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
 from shoestring.core.trace import span
@@ -89,7 +89,9 @@ class Frame:
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
-        self._buffers = {path for name, each in content.kept.items() for path in buffers(root(name), each.state)}
+        self._buffers = {
+            f"{root(name)}/{step(each)}" for name, kept in content.kept.items() for each in buffer_names(kept.state)
+        }
         self.homes: dict[str, int] = {}
         """The ranks that own tensors are named after; of a DTensor, which several ranks make up, the first of them."""
         leaves = [
@@ -133,12 +135,11 @@ def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
     return index, slice(first, first + piece.row_count)
 
 
-def buffers(path: str, state: object) -> Iterator[str]:
-    """The paths of a module's buffers: replicas do not keep them equal (BatchNorm's statistics of its own batches)."""
+def buffer_names(state: object) -> list[str]:
+    """The names of a module's buffers in its state: replicas do not keep them equal (BatchNorm's statistics)."""
     if isinstance(state, ModelState):  # which names them whatever wraps the model
-        yield from (f"{path}/{step(own_name(state.model, each))}" for each in _buffers(state.model))
-    elif isinstance(state, nn.Module):
-        yield from (f"{path}/{step(each)}" for each in _buffers(state))
+        return [own_name(state.model, name) for name in _buffers(state.model)]
+    return list(_buffers(state)) if isinstance(state, nn.Module) else []
 
 
 def _buffers(model: nn.Module) -> Iterator[str]:
@@ -173,8 +174,8 @@ class Stager:
     _began: float = 0.0
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
     """Seconds from the start of each of the newest copies to where its end was waited for."""
-    _copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-copy"))
-    _follower: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint-seal"))
+    _copier: Worker = field(default_factory=lambda: Worker("checkpoint-copy"))
+    _follower: Worker = field(default_factory=lambda: Worker("checkpoint-seal"))
     _copying: Future[None] | None = None
     """Until the training thread may go on; on a GPU, once the copies are issued."""
     _copied: Future[None] | None = None
@@ -263,8 +264,8 @@ class Stager:
 
     def close(self) -> None:
         self._hurry.set()
-        stop(self._copier, "copying state to this host's memory", self.nbytes)
-        stop(self._follower, "sealing a checkpoint in this host's memory", self.nbytes)
+        self._copier.stop("copying state to this host's memory", self.nbytes)
+        self._follower.stop("sealing a checkpoint in this host's memory", self.nbytes)
         self.unpin()
 
     def unpin(self) -> None:
