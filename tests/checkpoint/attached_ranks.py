@@ -12,7 +12,7 @@ from saving_ranks import digest, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from shoestring import checkpoint
 from shoestring.checkpoint import Plain, Tiered
@@ -28,7 +28,7 @@ def saving(folder: str, state: dict[str, Any]) -> Attached:
     return checkpoint.attach(state, settings=settings)
 
 
-def digests(model: nn.Module, optimizer: AdamW) -> dict[str, str]:
+def digests(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Of every tensor of the model and its optimizer, whole."""
     found = dict(model.state_dict())
     for index, state in optimizer.state_dict()["state"].items():
@@ -50,6 +50,46 @@ def sharded(*, folder: str, first: int, stop: int) -> dict[str, Any]:
         begun = digests(model, optimizer)
         for step in range(first, stop):
             model(inputs(step, 0).tensor_split(ranks)[rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saves.step(last=step + 1 == stop)
+        return {"begun": begun, "ended": digests(model, optimizer)}
+
+
+class Factored(Optimizer):
+    """Keeps a moment of a matrix as its rows' and its columns' means, as Adafactor does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            square, state = parameter.grad.square(), self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["moment"] = torch.zeros_like(parameter)
+                state["rows"] = parameter.new_zeros(*parameter.shape[:-1], 1)
+                state["columns"] = parameter.new_zeros(*(1 for _ in parameter.shape[:-1]), parameter.shape[-1])
+            state["step"] += 1
+            state["moment"].lerp_(parameter.grad, 0.5)
+            state["rows"] = state["rows"] * 0.5 + square.mean(-1, keepdim=True)
+            state["columns"] = state["columns"] * 0.5 + square.mean(tuple(range(square.ndim - 1)) or None, keepdim=True)
+            parameter -= 0.1 * state["moment"] * (state["rows"] + state["columns"] + 0.1).rsqrt()
+
+
+def factored(*, folder: str, first: int, stop: int) -> dict[str, Any]:
+    """As `sharded`, with factors of moments; matrices only, for which they are kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 3, bias=False))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = Factored(model.parameters())
+    with saving(folder, {"model": model, "optimizer": optimizer}) as saves:
+        assert saves.restore() == first
+        begun = digests(model, optimizer)
+        for step in range(first, stop):
+            model(inputs(step, dist.get_rank())).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             saves.step(last=step + 1 == stop)

@@ -32,6 +32,19 @@ def test_a_sharded_optimizer_resumes_on_as_many_ranks_and_on_others(pool, tmp_pa
     assert more["begun"] == alone["ended"]
 
 
+def test_factors_of_moments_resume_as_a_fresh_optimizer_would_make_them(pool, tmp_path):
+    """They have other shapes than their parameters; whole beside a sharded gradient they would end the first step."""
+
+    def trained(name, first, stop):
+        return pool.call(attached_ranks.factored, folder=str(tmp_path / name), first=first, stop=stop)[0]
+
+    through = trained("through", 0, 6)
+    saved = trained("struck", 0, 4)["ended"]
+    again = trained("struck", 4, 6)
+    assert any(name.endswith(".rows") for name in saved)
+    assert again["begun"] == saved and again["ended"] == through["ended"]
+
+
 @pytest.mark.parametrize("program", [attached_ranks.replicated, attached_ranks.in_a_job])
 def test_buffers_that_differ_between_replicas_are_those_of_each_rank(pool, tmp_path, program):
     """BatchNorm's statistics are of what each rank saw last; DDP broadcasts the first rank's before the next step."""

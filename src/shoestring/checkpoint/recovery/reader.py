@@ -268,12 +268,28 @@ class Wanted:
     def _want(self, boxes: dict[str, tuple[Box, DTensor | None]], tensor: str, placed: bool) -> Tensor:
         """Note that a tensor is needed: this rank's box of it where it is placed as one here, else all of it."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
-        mine = self._placed.get(tensor, self._placed.get(tensor.rpartition("/")[0])) if placed else None
-        if mine is not None and tuple(mine.shape) == shape:
-            boxes[tensor] = box_of(tensor, mine), mine
+        like = self._like(tensor, shape) if placed else None
+        if like is not None:
+            boxes[tensor] = box_of(tensor, like), like
         else:
             boxes.setdefault(tensor, (Box((0,) * len(shape), shape), None))
         return torch.empty(0)
+
+    def _like(self, tensor: str, shape: tuple[int, ...]) -> DTensor | None:
+        """What a saved tensor is placed like on this rank; None where it comes back whole.
+
+        A fresh optimizer's state of a parameter lies as what the optimizer would make of that parameter: a moment as
+        the parameter itself, and a factor of a moment (Adafactor), which has as many dimensions, as a new tensor of it.
+        """
+        if (mine := self._placed.get(tensor)) is not None:
+            return mine if tuple(mine.shape) == shape else None
+        parameter = self._placed.get(tensor.rpartition("/")[0])
+        if parameter is None or tuple(parameter.shape) == shape:
+            return parameter
+        if parameter.ndim != len(shape) or not shape:
+            return None
+        factor = parameter.detach().new_zeros(shape)
+        return factor if isinstance(factor, DTensor) else None
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
         """This rank's state, its tensors from `leaf`; None for what the save lacks or what starts afresh.
