@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.format.tree import encode
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept

@@ -24,10 +24,10 @@ from benchmarks.checkpoint.known import Known
 from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import MANIFEST, checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept

@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.format.part import Part
-from shoestring.checkpoint.tiers.slots import Slot, seals
+from shoestring.checkpoint.tiers.slots import Slot, seals, slots_folder
 from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.core.compose import compose
 from shoestring.core.job import Job

@@ -11,12 +11,12 @@ from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import Known, trained
 from benchmarks.checkpoint.power import BETWEEN
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import close, slots_folder
+from shoestring.checkpoint.attached import close
 from shoestring.checkpoint.format.history import HISTORY
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.slots import seals
+from shoestring.checkpoint.tiers.slots import seals, slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept

@@ -12,13 +12,13 @@ import pytest
 from benchmarks.checkpoint.faults import listening
 from benchmarks.checkpoint.known import trained
 from benchmarks.checkpoint.power import BETWEEN, engine_of
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.format.history import HISTORY, History
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers import disk
 from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import REPLACED, Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World

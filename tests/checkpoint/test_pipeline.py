@@ -9,9 +9,8 @@ import torch
 
 from benchmarks.checkpoint.known import Known
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.slots import SEAL, Slot, seals
+from shoestring.checkpoint.tiers.slots import SEAL, Slot, seals, slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from shoestring import checkpoint
-from shoestring.checkpoint.attached import slots_folder
-from shoestring.checkpoint.tiers.slots import seals
+from shoestring.checkpoint.tiers.slots import seals, slots_folder
 from shoestring.commands import archive
 from shoestring.core.errors import ShoestringError
 from shoestring.core.world import World
@@ -193,6 +192,31 @@ def test_a_link_in_the_place_of_a_slot_is_not_written_to(place, tmp_path, caplog
         saved(tmp_path / "saves", place, 3.0)
     assert secret.read_text() == "four years of work"
     assert any("no saves to memory" in each.getMessage() for each in caplog.records)
+
+
+def test_slots_that_another_user_remakes_under_a_running_process_are_not_used(place, tmp_path, caplog):
+    """A cleaner removes the folder; who makes the next one of that name would read weights, or have others loaded."""
+    run = slots(tmp_path / "saves", place).parent
+    with attached(tmp_path / "saves", place) as saves:
+        saves.restore()
+        for _ in range(2):
+            saves.step()
+            saves.engine.drain()
+        shutil.rmtree(place / USER)
+
+        def remake():
+            (place / USER / run.name / "host-0").mkdir(parents=True)
+            for path in (place / USER, place / USER / run.name, place / USER / run.name / "host-0"):
+                path.chmod(0o777)
+
+        assert as_another_user(remake)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(5):
+                saves.step()
+                saves.engine.drain()
+        assert saves.engine.safe["memory"] == 0
+        assert not list((run / "host-0").iterdir())
+    assert f"is not private to this user: it belongs to user {OTHER}" in caplog.text
 
 
 def test_a_folder_is_made_for_this_user_only_whatever_the_mask(place):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,13 +16,13 @@ from torch.optim import Optimizer
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.recovery.resume import forget_all, resume
+from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
-from shoestring.storage.guarded import private_folder
 
 log = logging.getLogger("shoestring")
 
@@ -86,21 +82,6 @@ def close(engine: Engine) -> None:
     engine.close()
     if engine.finished and engine.world.local_rank == 0:
         forget_all(engine.folder.parent)
-
-
-def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
-    """Where this host's slots lie: by user, run (the folder of its saves) and number of the host.
-
-    Where the folder cannot be made, the level of memory is off, and says so.
-
-    Raises:
-        ShoestringError: what is there is another user's, or others may write to it.
-    """
-    run = hashlib.sha256(str(Path(settings.folder).resolve()).encode()).hexdigest()[:16]
-    names = f"shoestring-{os.geteuid()}", run, f"host-{world.rank // world.local_size}"
-    with suppress(OSError):
-        private_folder(Path(settings.memory), *names, make=make)
-    return Path(settings.memory, *names)
 
 
 def addresses(owners: Iterable[object]) -> set[int]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from shoestring import run as runs
 from shoestring.checkpoint import Plain, Tiered
-from shoestring.checkpoint.attached import slots_folder
 from shoestring.checkpoint.format.layout import PRIVATE
 from shoestring.checkpoint.format.manifest import Record
 from shoestring.checkpoint.format.tree import root
@@ -21,7 +20,7 @@ from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.checkpoint.tiers.disk import ASIDE, MANIFEST, Disk
 from shoestring.checkpoint.tiers.file_acts import Files, Lock
-from shoestring.checkpoint.tiers.slots import seals
+from shoestring.checkpoint.tiers.slots import seals, slots_folder
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.world import World
 

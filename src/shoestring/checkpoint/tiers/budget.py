@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.slots import check_private
+from shoestring.core.errors import ShoestringError
 from shoestring.core.leases import HostMemory, Order
 from shoestring.core.world import World
 from shoestring.planning.system import free_memory, kills_for_memory, peak_above_now
@@ -19,7 +20,7 @@ _ALL = 1e18  # bytes: no host has as many
 _ORDERS = {STAGING: Order.REQUIRED, OWN: Order.CHECKPOINT, HELD: Order.PEERS}
 
 
-def share(circle: Circle, world: World, settings: Tiered, folder: Path, files: Files) -> None:
+def share(circle: Circle, world: World, settings: Tiered, folder: Path) -> None:
     """Set a rank's part of its host's memory, unless it is set: what the user allows, or most of what is free at the
     peak of a step.
 
@@ -40,8 +41,8 @@ def share(circle: Circle, world: World, settings: Tiered, folder: Path, files: F
     free = max(0.0, min([free, *(most for *_, most in told)]))
     world.memory.settle(free, world.local_size)
     if world.local_rank == 0:
-        with suppress(OSError):
-            files.folder(folder)
+        with suppress(OSError, ShoestringError):
+            check_private(folder)
             note.write_text(json.dumps({"free": free, "most": most, "kills": kills}))
 
 

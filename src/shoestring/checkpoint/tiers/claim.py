@@ -22,7 +22,8 @@ from shoestring.checkpoint.format.manifest import Generation
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Lock, said, tried
 from shoestring.checkpoint.tiers.save_group import Circle
-from shoestring.core.errors import CheckpointError
+from shoestring.checkpoint.tiers.slots import check_private
+from shoestring.core.errors import CheckpointError, ShoestringError
 from shoestring.core.world import World
 from shoestring.storage.guarded import read_regular
 
@@ -69,8 +70,8 @@ class Claim:
             found = tried(self._take_memory)
         _agreed(circle, found)
         if self._presence is None or not self._presence.stands:  # each process for itself, once those before are gone
-            with suppress(OSError):
-                self.disk.files.folder(self.memory)
+            with suppress(OSError, ShoestringError):
+                check_private(self.memory, 2)
                 path = self.memory / f"{LOCK}-{self._token}-{self.world.rank}"
                 self._presence = self.disk.files.lock(path, self._says)
         self.known = newest(circle, self.disk.folder if self.world.local_rank == 0 else None)

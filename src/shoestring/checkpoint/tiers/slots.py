@@ -6,12 +6,13 @@ seal that is put beside them when they are whole and taken away before they are 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,45 @@ from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import Entry, Generation, Record
 from shoestring.checkpoint.format.part import Draft, Form, mapped
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.core.errors import CheckpointError
-from shoestring.storage.guarded import open_regular
+from shoestring.core.errors import CheckpointError, ShoestringError
+from shoestring.storage.guarded import open_regular, private_folder
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
+    from shoestring.core.world import World
 
 ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
 SEAL = ".seal"
+_LEVELS = 3  # of folders below the file system in memory: the user's, the run's, and the host's
+
+
+def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
+    """Where this host's slots lie: by user, run (the folder of its checkpoints) and number of the host.
+
+    Where the folder cannot be made, the level of memory is off, and says so.
+
+    Raises:
+        ShoestringError: what is there is another user's, or others may write to it.
+    """
+    run = hashlib.sha256(str(Path(settings.folder).resolve()).encode()).hexdigest()[:16]
+    host = world.rank // world.local_size
+    folder = Path(settings.memory, f"shoestring-{os.geteuid()}", run, f"host-{host}")
+    with suppress(OSError):
+        check_private(folder, make=make)
+    return folder
+
+
+def check_private(folder: Path, levels: int = _LEVELS, *, make: bool = True) -> None:
+    """Make sure that a folder in memory, and those above it, are this user's alone, each time one may be made anew.
+
+    Args:
+        levels: of folders that are this user's: 3 down to the slots of a host, 2 down to those of a run.
+
+    Raises:
+        ShoestringError: what is there is another user's, or others may write to it.
+        OSError: the folder cannot be made.
+    """
+    private_folder(folder.parents[levels - 1], *folder.parts[-levels:], make=make)
 
 
 @dataclass(eq=False)
@@ -133,13 +168,17 @@ class Slot:
         if self._no_room:
             return Room(torch.empty(nbytes, dtype=torch.uint8))
         try:
-            self.files.folder(path.parent)
+            self.files.before("folder", path.parent)
+            check_private(path.parent)  # another program may have removed it, and another user made it anew
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
                 found = os.fstat(file.fileno())
                 if found.st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 return Room(mapped(file, nbytes, writable=True), (path, found.st_dev, found.st_ino))
+        except ShoestringError as error:
+            self.lacking = self._no_room = error.described()[1]
+            return Room(torch.empty(nbytes, dtype=torch.uint8))
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -213,7 +213,7 @@ class Engine:
     def _share(self) -> None:
         """Find out how much of the host's memory there is for this rank; a collective."""
         self._fits = True
-        budget.share(self.circle, self.world, self.settings, self.folder, self.files)
+        budget.share(self.circle, self.world, self.settings, self.folder)
 
     def _reserve(self) -> None:
         """Make room beside training: fresh memory for what a GPU holds takes ten times as long as copying it."""
