@@ -1,0 +1,130 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoestring import native
+from shoestring.core.errors import ConfigError
+from shoestring.models import packed24
+
+
+def pruned(rows: int, inputs: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A weight whose groups have two, one or no values."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randn(rows * inputs // 4, 4, generator=generator)
+    keep = torch.rand(groups.shape, generator=generator).topk(2, 1).indices
+    weight = torch.zeros_like(groups).scatter(1, keep, groups.gather(1, keep))
+    weight[torch.rand(len(weight), generator=generator) < 0.1, :2] = 0
+    return weight.view(rows, inputs).to(dtype)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 6), st.sampled_from(["float32", "bfloat16", "float16", "float64"]), st.data())
+def test_a_packed_weight_unpacks_bit_by_bit(rows, bytes_a_row, name, data):
+    weight = pruned(rows, 8 * bytes_a_row, seed=data.draw(st.integers(0, 999)), dtype=getattr(torch, name))
+    values, indices = packed24.pack(weight)
+    assert values.dtype is weight.dtype and values.shape == (rows, 4 * bytes_a_row)
+    assert indices.dtype is torch.uint8 and indices.shape == (rows, bytes_a_row)
+    assert torch.equal(packed24.unpack(values, indices), weight)
+    assert packed24.is_24(weight)
+
+
+def test_places_ascend_within_their_group_at_the_bits_that_are_documented():
+    weight = torch.tensor([[0.0, 5.0, 0.0, 7.0, 1.0, 0.0, 2.0, 0.0]])
+    values, indices = packed24.pack(weight)
+    assert values.tolist() == [[5.0, 7.0, 1.0, 2.0]]
+    assert indices.tolist() == [[1 | 3 << 2 | 0 << 4 | 2 << 6]]
+
+
+def test_sizes_are_those_that_are_promised():
+    for dtype, share in ((torch.float32, 17 / 32), (torch.bfloat16, 9 / 16)):
+        weight = pruned(64, 64, dtype=dtype)
+        assert sum(part.nbytes for part in packed24.pack(weight)) / weight.nbytes == share
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), -1e-45])
+def test_what_is_not_2_4_is_refused_and_nothing_is_dropped(value):
+    weight = pruned(4, 16)
+    weight[2, 4:8] = torch.tensor([1.0, value, 2.0, 0.0])
+    assert not packed24.is_24(weight)
+    with pytest.raises(ConfigError, match="not 2:4: 1 of 16 groups"):
+        packed24.pack(weight)
+
+
+@pytest.mark.parametrize("shape", [(4, 12), (4, 7), (8,), (2, 2, 8)])
+def test_shapes_that_cannot_be_packed_are_refused(shape):
+    with pytest.raises(ConfigError, match="no multiple of 8"):
+        packed24.pack(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [8, 16, 24, 64, 200])
+def test_the_native_product_agrees_with_float64(inputs, dtype):
+    for rows in (1, 3, 4, 65, 130):
+        weight = pruned(rows, inputs, seed=rows, dtype=dtype)
+        values, indices = packed24.pack(weight)
+        for columns in (1, 2, 3, 5, 8):
+            x = torch.randn(columns, inputs, generator=torch.Generator().manual_seed(columns)).to(dtype)
+            kernel = packed24._kernel()
+            assert kernel is not None
+            y = packed24._native(kernel, x, values, indices).double()
+            exact, scale = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+            assert y.shape == exact.shape
+            bound = 2e-6 if dtype is torch.float32 else 4.1e-3  # of bf16: the result is rounded to it
+            assert bool(((y - exact).abs() <= bound * scale + 1e-30).all())
+
+
+def test_more_rows_and_other_types_go_through_the_unpacked_weight():
+    for dtype, rows in ((torch.float64, 1), (torch.float32, 500)):
+        weight = pruned(16, 32, dtype=dtype)
+        x = torch.randn(rows, 32, dtype=dtype)
+        assert torch.equal(packed24.packed_linear(x, *packed24.pack(weight)), x @ weight.T)
+
+
+def test_a_packed_layer_stands_for_a_linear_one():
+    linear = nn.Linear(24, 10)
+    linear.weight.data = pruned(10, 24)
+    layer = packed24.PackedLinear.from_linear(linear)
+    x = torch.randn(2, 3, 24)
+    torch.testing.assert_close(layer(x), linear(x))
+    model = nn.Sequential(nn.Linear(24, 10))
+    packed24.replace(model, ["0"])
+    model.load_state_dict(nn.Sequential(layer).state_dict())
+    torch.testing.assert_close(model(x), linear(x))
+    assert not list(model.parameters())
+
+
+def test_only_linear_layers_are_replaced():
+    with pytest.raises(ConfigError, match="`0` is a ReLU, not a linear layer"):
+        packed24.replace(nn.Sequential(nn.ReLU()), ["0"])
+
+
+def test_an_input_of_another_width_is_an_error_before_memory_is_read():
+    values, indices = packed24.pack(pruned(8, 16))
+    with pytest.raises(RuntimeError, match="8 features for a layer of 16"):
+        packed24.packed_linear(torch.ones(1, 8), values, indices)
+    with pytest.raises(ConfigError, match="do not fit"):
+        packed24.PackedLinear(values, indices[:4])
+
+
+def test_it_compiles_without_a_break():
+    layer = packed24.PackedLinear(*packed24.pack(pruned(8, 16)), torch.ones(8))
+    x = torch.randn(2, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_without_a_compiler_the_weight_is_unpacked(monkeypatch):
+    weight = pruned(8, 16)
+    packed = packed24.pack(weight)
+    packed24._kernel.cache_clear(), native.load.cache_clear()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    try:
+        with pytest.raises(native.CompileError, match="needs a C compiler"):
+            native.load("packed24")
+        x = torch.randn(1, 16)
+        assert torch.equal(packed24.packed_linear(x, *packed), nn.functional.linear(x, weight))
+    finally:
+        packed24._kernel.cache_clear()

@@ -1,0 +1,82 @@
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoestring import native
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    native.load.cache_clear()
+    yield tmp_path
+    native.load.cache_clear()
+
+
+def source(tmp_path: Path, text: str, monkeypatch) -> None:
+    """Put a C file in the place of the package's."""
+    (tmp_path / "twice.c").write_text(text)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+
+
+TWICE = """
+int twice(int x) {
+    int sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+    for (int i = 0; i < 2; i++) sum += x;
+    return sum;
+}"""
+
+
+def test_a_library_is_compiled_once_and_kept(home, monkeypatch):
+    source(home, TWICE, monkeypatch)
+    assert native.load("twice").twice(21) == 42
+    (built,) = (home / ".cache/shoestring/native").iterdir()
+    written = built.stat().st_mtime_ns
+    native.load.cache_clear()
+    assert native.load("twice").twice(4) == 8
+    assert built.stat().st_mtime_ns == written
+    assert (home / ".cache/shoestring/native").stat().st_mode & 0o777 == 0o700
+
+
+def test_another_source_is_another_library(home, monkeypatch):
+    source(home, TWICE, monkeypatch)
+    native.load("twice")
+    native.load.cache_clear()
+    source(home, TWICE.replace("sum += x", "sum += x + 1"), monkeypatch)
+    assert native.load("twice").twice(21) == 44
+
+
+def test_what_the_compiler_says_is_said(home, monkeypatch):
+    source(home, "int twice(int x) { return y; }", monkeypatch)
+    with pytest.raises(native.CompileError, match=r"`twice.c` cannot be compiled: .*"):
+        native.load("twice")
+    assert not list((home / ".cache/shoestring/native").iterdir())
+
+
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(home, monkeypatch):
+    folder = home / ".cache/shoestring/native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    source(home, TWICE, monkeypatch)
+    library = native.load("twice")
+    assert library.twice(1) == 2
+    assert not list(folder.iterdir())
+
+
+def test_two_processes_may_compile_at_once(home):
+    code = "from shoestring import native; native.load('packed24').packed24_linear"
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert len(list((home / ".cache/shoestring/native").iterdir())) == 1
+
+
+def test_threads_are_those_of_torchs_own_pool():
+    pools = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    library = native.load("packed24")
+    assert isinstance(library, ctypes.CDLL)
+    after = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert after == pools or not pools
