@@ -11,7 +11,7 @@ from shoestring.cli import main
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer, train_bpe
-from shoestring.models import hf
+from shoestring.models import hf, saving
 from shoestring.models.loading import build_model, load_model, open_model
 from shoestring.models.saving import save_model
 from shoestring.run import load
@@ -320,7 +320,9 @@ def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tm
     edited(shoestring={"format": "transformers"})(folder)
     assert type(load_model(folder)[0]).__name__ == "LlamaForCausalLM"
     edited(shoestring={"format": "int4"})(folder)
-    with pytest.raises(CheckpointError, match="has the format 'int4', this version reads gpt, module, transformers"):
+    with pytest.raises(
+        CheckpointError, match="has the format 'int4', this version reads gpt, module, packed, transformers"
+    ):
         load_model(folder)
 
 
@@ -349,3 +351,17 @@ def test_what_opens_no_model_is_refused(source, arguments, error, said, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=said):
         open_model(source, arguments)
+
+
+def test_a_packed_model_of_transformers_opens_again(pretrained, tmp_path):
+    model, _ = load_model(pretrained["qwen"])
+    for name, module in model.named_modules():
+        if name.endswith(("gate_proj", "down_proj")):
+            module.weight.data = module.weight.data * torch.tensor([0.0, 1.0, 1.0, 0.0]).repeat(module.in_features // 4)
+    tokens = torch.randint(model.config.vocab_size, (1, 9))
+    expected = model(tokens).logits
+    names = saving.save_packed(model, pretrained["qwen"], tmp_path / "packed")
+    assert len(names) == 2 * model.config.num_hidden_layers
+    again, _ = load_model(tmp_path / "packed")
+    assert type(again).__name__ == "Qwen3ForCausalLM"
+    torch.testing.assert_close(again(tokens).logits, expected, atol=1e-4, rtol=0)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,8 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoestring import native
-from shoestring.core.errors import ConfigError
-from shoestring.models import packed24
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.models import packed24, saving
+from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.loading import load_model
+from shoestring.models.sampling import generate
 
 
 def pruned(rows: int, inputs: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,3 +133,55 @@ def test_without_a_compiler_the_weight_is_unpacked(monkeypatch):
         assert torch.equal(packed24.packed_linear(x, *packed), nn.functional.linear(x, weight))
     finally:
         packed24._kernel.cache_clear()
+
+
+@pytest.fixture
+def sparse_gpt(tmp_path):
+    """A folder with a GPT whose feed-forward layers are 2:4, and the model."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, dim=32, hidden=64, layers=2, heads=2, kv_heads=2, context=32)).eval()
+    for block in model.blocks:
+        for linear in (block.mlp.gate_up, block.mlp.down):
+            linear.weight.data = pruned(*linear.weight.shape)
+    saving.save_model(model, None, tmp_path / "dense", {})
+    (tmp_path / "dense" / "notes.txt").write_text("mine")
+    return tmp_path / "dense", model
+
+
+def test_a_packed_folder_opens_as_the_model_that_it_was(sparse_gpt, tmp_path):
+    dense, model = sparse_gpt
+    packing, _ = load_model(dense)
+    names = saving.save_packed(packing, dense, tmp_path / "packed")
+    assert names == [f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("gate_up", "down")]
+    packed, _ = load_model(tmp_path / "packed")
+    tokens = torch.randint(64, (1, 20))
+    torch.testing.assert_close(packed(tokens), model(tokens), atol=1e-4, rtol=0)
+    drawn = [list(generate(each.double(), [1, 2, 3], max_new=20, seed=5)) for each in (packed, model)]
+    assert drawn[0] == drawn[1]
+    assert (tmp_path / "packed" / "notes.txt").read_text() == "mine"
+
+
+def test_a_model_that_is_not_2_4_is_not_packed(tmp_path):
+    model = GPT(GPTConfig(vocab_size=64, dim=32, hidden=64, layers=1, heads=2, kv_heads=2, context=32))
+    saving.save_model(model, None, tmp_path / "dense", {})
+    with pytest.raises(ConfigError, match=r"no linear layer of .* is 2:4"):
+        saving.save_packed(model, tmp_path / "dense", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "names", "dtype"])
+def test_a_damaged_packed_folder_is_one_clear_error(sparse_gpt, tmp_path, damage):
+    dense, model = sparse_gpt
+    folder = tmp_path / "packed"
+    saving.save_packed(model, dense, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "cut":
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "names":
+        config["shoestring"]["layers"]["2:4"] = ["blocks.9.mlp.down"]
+    else:
+        config["shoestring"]["dtype"] = "load"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot load the packed model"):
+        load_model(folder)

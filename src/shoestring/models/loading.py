@@ -15,7 +15,8 @@ from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf, llama
+from shoestring.models import hf, llama, packed24
+from shoestring.models.gpt import GPT
 from shoestring.models.saving import MARKER
 from shoestring.naming import resolve
 
@@ -122,9 +123,32 @@ def _from_module(folder: Path) -> nn.Module:
     return built
 
 
+def _from_packed(folder: Path) -> nn.Module:
+    """A model whose linear layers are packed: built as its own format has it, with packed layers in their places."""
+    config = json.loads((folder / "config.json").read_text())
+    mark = config[MARKER]
+    try:
+        built = _built(mark["of"], config, folder).to(getattr(torch, mark["dtype"]))
+        packed24.replace(built, mark["layers"]["2:4"])
+        load_weights(built, str(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"cannot load the packed model in `{folder}`: {error}") from error
+    return built
+
+
+def _built(mark: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> nn.Module:
+    """The model of a packed folder before packing, with weights of its own."""
+    if mark["format"] == "gpt":
+        return GPT(llama.from_llama_config(config, str(folder / "config.json")))
+    if mark["format"] == "transformers":
+        return hf.build(str(folder), {}, {}, weights=False)
+    return build_model(mark["model"], mark["arguments"], mark["offered"])
+
+
 READERS: dict[str, Callable[[Path], nn.Module]] = {
     "gpt": llama.load_pretrained,
     "module": _from_module,
+    "packed": _from_packed,
     "transformers": lambda folder: hf.load(str(folder)),
 }
 """What opens a model folder, by the format that it is marked with."""

@@ -7,6 +7,7 @@ A packed weight takes 17/32 of its bytes in fp32 and 9/16 in bf16, and a product
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -192,3 +193,22 @@ def replace(model: nn.Module, names: Iterable[str]) -> None:
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"`{name}` is a {type(linear).__name__}, not a linear layer")
         model.set_submodule(name, PackedLinear.like(linear))
+
+
+def pack_layers(model: nn.Module) -> list[str]:
+    """Replace every linear layer that is 2:4, and whose weight no other module uses, by a packed one.
+
+    Returns:
+        Their names.
+    """
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and owners[id(module.weight)] == 1 and is_24(module.weight)
+    ]
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        model.set_submodule(name, PackedLinear.from_linear(linear))
+    return names

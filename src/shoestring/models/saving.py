@@ -11,8 +11,9 @@ from typing import Any
 from safetensors.torch import save_model as save_weights
 from torch import nn
 
+from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.models import hf, llama
+from shoestring.models import hf, llama, packed24
 from shoestring.models.gpt import GPT
 from shoestring.storage.whole import replaced_folder, write_atomic
 
@@ -42,6 +43,33 @@ def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made
         if tokenizer is not None:
             save_tokenizer(tokenizer, new, made_by)
         _carry_over(folder, new)
+
+
+def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
+    """Write a model whose weights are 2:4 with these packed; what opens a model folder opens it again.
+
+    Args:
+        built: the model in the folder `source`, whose config.json, tokenizer and other files are carried over. Its
+            linear layers are replaced by packed ones where their weight is 2:4 and nothing else shares it.
+
+    Returns:
+        The names of the layers that were packed.
+
+    Raises:
+        ConfigError: there is none: nothing has been written.
+    """
+    names = packed24.pack_layers(built)
+    if not names:
+        raise ConfigError(f"no linear layer of `{source}` is 2:4", hint="prune the model before packing it")
+    config = json.loads((source / "config.json").read_text())
+    of = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
+    dtype = next(tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
+    mark = {"format": "packed", "of": of, "dtype": str(dtype).removeprefix("torch."), "layers": {"2:4": names}}
+    with replaced_folder(folder) as new:
+        _save_weights(built, new / "model.safetensors")
+        write_atomic(new / "config.json", json.dumps(config | {MARKER: mark}, indent=2).encode())
+        _carry_over(source, new)
+    return names
 
 
 def _carry_over(former: Path, new: Path) -> None:
