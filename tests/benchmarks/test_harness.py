@@ -1,5 +1,6 @@
 """The benchmarks harness: its rows, their files, its command lines."""
 
+import html
 import json
 import math
 import subprocess
@@ -12,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from benchmarks.evidence import CELL
 from benchmarks.evidence import main as write_evidence
 from benchmarks.gpu import main as run_gpu
 from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure
@@ -306,18 +308,23 @@ def test_gpu_rows_that_do_not_ask_for_a_gpu_are_refused(areas, tmp_path, capsys)
 def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
     results, page = tmp_path / "results", tmp_path / "docs" / "evidence.md"
     hostile = replace(bar("two", found=1.0), what="a | b <script> [x](y) *z*\n# w", seeds=(1, 2))
-    main("area", lambda: [bar(), hostile, bar("three", found=NotRun("no disk"))], [], results)
+    long = replace(bar("four"), what="many words " * 40)
+    main("area", lambda: [bar(), hostile, bar("three", found=NotRun("no disk")), long], [], results)
     assert write_evidence(["--check"], results, page) == 1
     assert "out of date" in capsys.readouterr().err
     assert write_evidence([], results, page) == 0
     assert write_evidence(["--check"], results, page) == 0
     text = page.read_text()
-    assert "3 bars: 1 held, 1 missed, 1 not run." in text
-    assert '| <a id="area.one"></a>what one does | &gt;= 2 | 3 | held |' in text
+    assert "4 bars: 2 held, 1 missed, 1 not run." in text
+    assert '| <a id="area.one"></a>area.one | what one does | &gt;= 2 | 3 | held |' in text
     assert r"a &#124; b &lt;script&gt; \[x\](y) \*z\* \# w |" in text
-    assert "not run: no disk" in text
+    assert "- **area.three.** Not run: no disk." in text
+    assert "Seeds: 1, 2." in text
+    assert text.count("many words") > 40
+    assert text.count("environment 1.") == 4
     table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {10}
+    assert {line.count("|") for line in table} == {7}
+    assert max(len(html.unescape(cell)) for line in table for cell in line.split(" | ")) <= CELL + len("| ")
     page.write_text(text.replace("| held |", "| held! |"))
     assert write_evidence(["--check"], results, page) == 1
     (results / "area.json").write_text("{}")
