@@ -1,0 +1,117 @@
+"""The kernels of `kernels`. To be imported only where Triton is.
+
+They give the bits that torch's operations give: comparisons and the integer arithmetic of draws are exact, and sums
+are of the same terms in the same order, but for scores of tiles, whose sums are ordered as the device likes.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def two_of(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return (a & b) | (c & (a | b))
+
+
+@triton.jit
+def row_mask_kernel(
+    scores: tl.tensor,  # (4 groups,)
+    mask: tl.tensor,  # (4 groups,) uint8
+    groups: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """1 at the two largest magnitudes of each group, of equal ones the first, and 0 elsewhere."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    a = tl.abs(tl.load(scores + 4 * group, mask=inside, other=0.0))
+    b = tl.abs(tl.load(scores + 4 * group + 1, mask=inside, other=0.0))
+    c = tl.abs(tl.load(scores + 4 * group + 2, mask=inside, other=0.0))
+    d = tl.abs(tl.load(scores + 4 * group + 3, mask=inside, other=0.0))
+    ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
+    tl.store(mask + 4 * group, two_of(ab, ac, ad).to(tl.uint8), mask=inside)
+    tl.store(mask + 4 * group + 1, two_of(ab == 0, bc, bd).to(tl.uint8), mask=inside)
+    tl.store(mask + 4 * group + 2, two_of(ac == 0, bc == 0, cd).to(tl.uint8), mask=inside)
+    tl.store(mask + 4 * group + 3, two_of(ad == 0, bd == 0, cd == 0).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def tile_codes_kernel(
+    weight: tl.tensor,  # (rows, 4 across)
+    bank: tl.tensor,  # (PATTERNS, 16)
+    codes: tl.tensor,  # (tiles,) uint8
+    tiles: tl.tensor,
+    across: tl.tensor,  # tiles of a row
+    SQUARES: tl.constexpr,
+    PATTERNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BANK: tl.constexpr,  # PATTERNS, up to a power of two
+) -> None:
+    """The lowest pattern among those that keep most of each 4×4 tile."""
+    tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tile < tiles
+    corner = (tile // across) * 16 * across + (tile % across) * 4
+    pattern = tl.arange(0, BANK)
+    score = tl.zeros((BANK, BLOCK), bank.dtype.element_ty)
+    for entry in tl.static_range(16):
+        value = tl.load(weight + corner + (entry // 4) * 4 * across + entry % 4, mask=inside, other=0.0)
+        value = value.to(bank.dtype.element_ty)
+        value = value * value if SQUARES else tl.abs(value)
+        member = tl.load(bank + pattern * 16 + entry, mask=pattern < PATTERNS, other=0.0)
+        score += member[:, None] * value[None, :]
+    score = tl.where((pattern < PATTERNS)[:, None], score, -1.0)
+    best = tl.max(score, 0)
+    code = tl.min(tl.where(score == best[None, :], pattern[:, None], PATTERNS - 1), 0)
+    tl.store(codes + tile, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def mixed(x: tl.tensor) -> tl.tensor:
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def mvue_kernel(
+    x: tl.tensor,  # (rows, columns)
+    estimate: tl.tensor,  # (rows, columns)
+    key: tl.tensor,  # (2,) int32
+    rows: tl.tensor,
+    columns: tl.tensor,
+    first: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One group of four rows, at BLOCK columns: see `mvue.mvue`."""
+    group = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = (group * 4).to(tl.int64) * columns + column
+    inside = column < columns
+    a = tl.load(x + at, mask=inside & (group * 4 < rows), other=0.0).to(tl.float32)
+    b = tl.load(x + at + columns, mask=inside & (group * 4 + 1 < rows), other=0.0).to(tl.float32)
+    c = tl.load(x + at + 2 * columns, mask=inside & (group * 4 + 2 < rows), other=0.0).to(tl.float32)
+    d = tl.load(x + at + 3 * columns, mask=inside & (group * 4 + 3 < rows), other=0.0).to(tl.float32)
+    total = tl.abs(a) + tl.abs(b) + tl.abs(c) + tl.abs(d)
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    unit = tl.maximum(tl.minimum(total - largest, total / 2), 1.1754943508222875e-38)
+    number = ((group + first) * columns + column).to(tl.uint32, bitcast=True)
+    word = mixed(
+        mixed(number ^ tl.load(key).to(tl.uint32, bitcast=True)) ^ tl.load(key + 1).to(tl.uint32, bitcast=True)
+    )
+    u = (word >> 8).to(tl.float32) * 5.960464477539063e-08
+    reach_a = tl.minimum(tl.abs(a) / unit, 1.0)
+    reach_b = reach_a + tl.minimum(tl.abs(b) / unit, 1.0)
+    reach_c = reach_b + tl.minimum(tl.abs(c) / unit, 1.0)
+    before_b, before_c, before_d = tl.floor(reach_a + u), tl.floor(reach_b + u), tl.floor(reach_c + u)
+    store(estimate + at, a, unit, before_b, inside & (group * 4 < rows))
+    store(estimate + at + columns, b, unit, before_c - before_b, inside & (group * 4 + 1 < rows))
+    store(estimate + at + 2 * columns, c, unit, before_d - before_c, inside & (group * 4 + 2 < rows))
+    store(estimate + at + 3 * columns, d, unit, 2.0 - before_d, inside & (group * 4 + 3 < rows))
+
+
+@triton.jit
+def store(where: tl.tensor, x: tl.tensor, unit: tl.tensor, crossed: tl.tensor, inside: tl.tensor) -> None:
+    """Write an entry's estimate: 0, or its magnitude over its probability, with its sign."""
+    magnitude = tl.maximum(tl.abs(x), unit) * crossed
+    tl.store(where, tl.where(x < 0, -magnitude, tl.where(x > 0, magnitude, 0.0)), mask=inside)
