@@ -54,12 +54,48 @@ def _slots():
     return (Path("/dev/shm") / f"shoestring-{os.getuid()}").glob("*")
 
 
+QUOTA = 45  # CPU seconds that the quick tests of one area may take
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid="self"):
+    """User and system seconds of a process, of its children that run, and of those that it has waited for."""
+    try:
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        children = [Path(task, "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has just ended: its parent counts it once it has waited for it
+        return 0.0
+    return sum(map(int, times)) / TICKS + sum(cpu_seconds(child) for several in children for child in several)
+
+
+def pytest_collection_finish(session):
+    session.config.stash[CPU] = cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Each phase of a test takes along the CPU seconds that this process and those below it took since the last."""
+    report = yield
+    now = cpu_seconds()
+    report.cpu, item.config.stash[CPU] = max(0.0, now - item.config.stash[CPU]), now
+    return report
+
+
+CPU = pytest.StashKey()
+
+
 def pytest_terminal_summary(terminalreporter):
-    """Seconds of each area: none may take more than its share of `make test`."""
-    seconds = Counter()
+    """CPU seconds of each area, and the clock's: no area may take more than its quota of `make test`."""
+    cpu, clock = Counter(), Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if hasattr(report, "duration") and hasattr(report, "nodeid"):
-                seconds[Path(report.nodeid.split("::")[0]).parts[1]] += report.duration
-    listed = ", ".join(f"{area} {spent:.0f}" for area, spent in seconds.most_common() if spent >= 1)
-    terminalreporter.write_line(f"seconds by area: {listed}")
+            if hasattr(report, "cpu"):
+                area = Path(report.nodeid.split("::")[0]).parts[1]
+                cpu[area] += report.cpu
+                clock[area] += report.duration
+    listed = ", ".join(f"{area} {cpu[area]:.0f} ({clock[area]:.0f})" for area, spent in cpu.most_common() if spent >= 1)
+    terminalreporter.write_line(f"CPU seconds (clock) by area: {listed}; {sum(cpu.values()):.0f} in all")
+    if terminalreporter.config.option.markexpr == "not slow":
+        for area, spent in cpu.most_common():
+            if spent > QUOTA:
+                terminalreporter.write_line(f"{area} is over its quota of {QUOTA} CPU seconds")
