@@ -42,3 +42,9 @@ def listening() -> list[str]:
     mine = {str(entry.readlink()) for entry in Path("/proc/self/fd").glob("*") if entry.is_socket()}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+
+
+def start_state() -> dict:
+    """What a rank begins with: its parent's threads, and an order that depends on the hashes of strings."""
+    threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+    return {"threads of the parent": threads, "order": list({f"layer{number}" for number in range(20)})}

@@ -74,6 +74,12 @@ def test_ranks_listen_on_loopback_only(pool: Pool) -> None:
         assert all(address == "0100007F" for address in addresses), addresses
 
 
+def test_ranks_are_forked_from_one_thread_and_order_sets_differently(pool: Pool) -> None:
+    first, second = pool.call(pool_scenarios.start_state)
+    assert first["threads of the parent"] == second["threads of the parent"] == 1  # a fork of several may hang
+    assert first["order"] != second["order"]
+
+
 def running(pid: int) -> bool:
     """Whether the process is there; one that has ended has been waited for, so no zombie is left either."""
     try:

@@ -4,7 +4,7 @@
         pool.call(scenario, steps=3)      # [what rank 0 returned, what rank 1 returned]
 
 A scenario is a function of a module; it travels as `module:name` with arguments of JSON types, and its result comes
-back as JSON, so nothing is pickled. `python -m shoestring.testing.pool` is one rank.
+back as JSON, so nothing is pickled. Ranks are forked by two servers, so that ranks 0 and 1 order sets differently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,8 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from shoestring.testing.fork_server import ForkServer, fork_server
 
 GRACE = 5.0  # seconds to end, or to add up, for ranks that have nothing else to do
 Reply = dict[str, Any]
@@ -56,7 +57,7 @@ class Pool:
     @property
     def pids(self) -> list[int]:
         """The processes that are running now."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def call(self, scenario: Callable[..., Any], /, **arguments: Any) -> list[Any]:
         """Run `scenario(**arguments)` on every rank at once.
@@ -84,8 +85,7 @@ class Pool:
             worker.requests.close()
         deadline = time.monotonic() + GRACE
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.await_end(deadline)
         self._kill()
 
     def __enter__(self) -> Self:
@@ -106,7 +106,10 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoestring-pool-")
         folder = Path(self._folder.name)
-        self._workers = [_Worker(rank, self.ranks, folder, self.timeout) for rank in range(self.ranks)]
+        servers = [fork_server(number) for number in range(min(self.ranks, 2))]  # both import at the same time
+        self._workers = [
+            _Worker(rank, self.ranks, folder, self.timeout, servers[rank % 2]) for rank in range(self.ranks)
+        ]
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -148,25 +151,19 @@ def _secondary(reply: Reply) -> tuple[int, int]:
 class _Worker:
     """One rank: its process, a pipe each way, and a file for what it prints."""
 
-    def __init__(self, rank: int, size: int, folder: Path, timeout: float) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, size: int, folder: Path, timeout: float, server: ForkServer) -> None:
+        self.rank, self._server = rank, server
         self.output = folder / f"rank{rank}.log"
         down, up = os.pipe(), os.pipe()
-        command = [sys.executable, "-m", "shoestring.testing.pool", str(rank), str(size)]
-        command += [str(folder / "store"), str(timeout), str(down[0]), str(up[1])]
-        # Ranks that meet on one machine need no more than loopback, and share its cores.
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-                pass_fds=(down[0], up[1]),
-            )  # fmt: skip
+            arguments = [rank, size, str(folder / "store"), timeout]
+            self.pid = server.fork(serve, arguments, output.fileno(), (down[0], up[1]))
         os.close(down[0])
         os.close(up[1])
         self.requests = os.fdopen(down[1], "w")
         self.replies = os.fdopen(up[0], "rb", buffering=0)
         self._received = b""
+        self._status: int | None = None
 
     def send(self, request: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it died; `receive` finds out and says so
@@ -177,7 +174,7 @@ class _Worker:
         """The reply, once its last byte is here."""
         part = self.replies.read(1 << 20)
         if not part:
-            status = self.process.wait()
+            status = self.wait()
             return {"kind": "Died", "message": f"the process ended with status {status}", "detail": self.printed()}
         self._received += part
         if not self._received.endswith(b"\n"):
@@ -188,7 +185,7 @@ class _Worker:
     def overdue(self, kind: str, timeout: float) -> Reply:
         """A reply in place of one that did not come, with the place in the code where the rank is."""
         before = self.output.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while self.output.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -198,9 +195,24 @@ class _Worker:
     def printed(self) -> str:
         return self.output.read_text(errors="replace")[-4000:]
 
+    def await_end(self, deadline: float) -> None:
+        """Until the rank has closed its pipe, which it does last of all."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.replies, selectors.EVENT_READ)
+            while (left := deadline - time.monotonic()) > 0 and selector.select(left):
+                if not self.replies.read(1 << 20):
+                    return
+
+    def wait(self) -> int:
+        """The status that the process ended with."""
+        if self._status is None:
+            self._status = self._server.wait(self.pid)
+        return self._status
+
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
         with contextlib.suppress(BrokenPipeError):
             self.requests.close()
         self.replies.close()
@@ -219,7 +231,7 @@ def healthy() -> bool:
     return float(total) == dist.get_world_size() * (dist.get_world_size() + 1) / 2
 
 
-def serve(rank: int, size: int, store: str, timeout: float, requests: int, replies: int) -> None:
+def serve(requests: int, replies: int, rank: int, size: int, store: str, timeout: float) -> None:
     """Answer requests until the pipe closes, which it also does when the parent dies."""
     import torch
     import torch.distributed as dist
@@ -233,7 +245,7 @@ def serve(rank: int, size: int, store: str, timeout: float, requests: int, repli
         for line in incoming:
             outgoing.write(json.dumps(_answer(json.loads(line))) + "\n")
             outgoing.flush()
-    dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _answer(request: dict[str, Any]) -> Reply:
@@ -245,8 +257,3 @@ def _answer(request: dict[str, Any]) -> Reply:
     except Exception as error:
         return {"kind": type(error).__name__, "message": f"{error}", "detail": traceback.format_exc()}
     return {"result": result}
-
-
-if __name__ == "__main__":
-    number, count, path, seconds, incoming_fd, outgoing_fd = sys.argv[1:]
-    serve(int(number), int(count), path, float(seconds), int(incoming_fd), int(outgoing_fd))
