@@ -20,6 +20,7 @@ settings.load_profile("same")
 
 def pytest_configure(config):
     """Hide GPUs from all tests but those that need one (`-m gpu`): the others count on a CPU, and on several ranks."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of one name run on one worker")  # also without xdist
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

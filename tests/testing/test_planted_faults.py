@@ -1,8 +1,12 @@
-"""Each clause fails on the fault made for it, for that reason; and every other clause passes on that fault."""
+"""Each clause fails on the fault made for it, for that reason; and every other clause passes on that fault.
+
+The quick tests try two of the other clauses with each fault, by turns; the slow one tries them all.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +19,7 @@ from shoestring.core.feature import Feature
 from shoestring.optim import Clip
 from shoestring.parallel import FSDP
 from shoestring.testing import CLAUSES, Case, NotApplicableError
+from shoestring.testing.clauses import Clause
 from shoestring.testing.suite import shared
 
 
@@ -61,12 +66,30 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault.feature).__name__}-{fault.clause}")
-def test_fails_the_clause_it_breaks_and_no_other(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+each_fault = pytest.mark.parametrize(
+    "fault", FAULTS, ids=lambda fault: f"{type(fault.feature).__name__}-{fault.clause}"
+)
+
+
+@each_fault
+def test_fails_the_clause_it_breaks(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    first = 2 * FAULTS.index(fault)
+    others = [CLAUSES[number % len(CLAUSES)] for number in (first, first + 1)]
+    some = [clause for clause in CLAUSES if clause.__name__ == fault.clause or clause in others]
+    fails_only_its_own(fault, some, request, tmp_path)
+
+
+@pytest.mark.slow
+@each_fault
+def test_fails_no_other_clause(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    fails_only_its_own(fault, CLAUSES, request, tmp_path)
+
+
+def fails_only_its_own(fault: Fault, clauses: Sequence[Clause], request: pytest.FixtureRequest, folder: Path) -> None:
     declared = {"partners": (FSDP(), Clip(max_norm=0.5)), **fault.declared}
-    case = Case(feature=fault.feature, folder=tmp_path, **shared(request.config), **declared)
+    case = Case(feature=fault.feature, folder=folder, **shared(request.config), **declared)
     failures = {}
-    for clause in CLAUSES:
+    for clause in clauses:
         try:
             clause(case)
         except NotApplicableError:
