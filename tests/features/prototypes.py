@@ -74,22 +74,20 @@ class Adapter(Feature):
         def forward(layer: nn.Module, inputs: Tensor) -> Tensor:
             return F.linear(inputs, layer.weight + layer.lora_b @ layer.lora_a, layer.bias)
 
-        for name, layer in linears(job).items():
-            if not name.endswith(self.part):
-                continue
+        adapted = [layer for name, layer in linears(job).items() if name.endswith(self.part)]
+        job.frozen("base", nn.ModuleList(adapted), "the model of the run")
+        for layer in adapted:
             rows, columns = layer.weight.shape
             generator = torch.Generator().manual_seed(rows)
             draw = torch.randn(self.rank, columns, generator=generator) / columns**0.5
             layer.register_parameter("lora_a", nn.Parameter(draw.to(layer.weight)))
             layer.register_parameter("lora_b", nn.Parameter(layer.weight.new_zeros(rows, self.rank)))
-            layer.weight.requires_grad_(False)
             job.patch(layer, partial(forward, layer))
             job.exits.callback(self._take_off, layer)
 
     @staticmethod
     def _take_off(layer: nn.Module) -> None:
         del layer.lora_a, layer.lora_b
-        layer.weight.requires_grad_(True)
 
     def export(self, weights, kept):
         merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
@@ -102,28 +100,29 @@ class Adapter(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Smooth(Feature):
-    """Learn from a teacher's logits as well, and carry what was set up from MODEL to LOSS (distillation)."""
+    """Learn from the logits of a teacher as well (distillation, Hinton et al. 2015)."""
 
+    teacher: str = "shoestring.testing.jobs:tiny"
+    """The teacher, as `open_model` takes it."""
     share: float = 0.3
     """Share of the teacher in the loss."""
 
     seams: ClassVar = (Seam.MODEL, Seam.LOSS)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from copy import deepcopy
-
-        import torch
         from torch.nn import functional as F
 
-        teacher = job.carry(self, lambda: deepcopy(job.module).eval().requires_grad_(False))
+        from shoestring.models.loading import open_model
+
         if seam is Seam.MODEL:
+            dtype = next(job.module.parameters()).dtype
+            job.frozen("teacher", open_model(self.teacher).to(dtype), self.teacher)
             return
-        inner = job.loss
+        teacher, inner = job.frozen_modules["teacher"], job.loss
 
         def loss(output, batch):
             total, count = inner(output, batch)
-            with torch.no_grad():
-                wanted = job.forward(teacher, batch)
+            wanted = job.forward(teacher, batch)
             counted = (batch["targets"] != -100).flatten()
             distance = F.kl_div(
                 output.flatten(0, -2).log_softmax(-1), wanted.flatten(0, -2).softmax(-1), reduction="none"

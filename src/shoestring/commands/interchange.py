@@ -143,6 +143,18 @@ class _Kept(Mapping[str, Any]):
 
 
 def _model(content: exports.Saved) -> dict[str, exports.Stored]:
+    """The model's tensors.
+
+    Raises:
+        CheckpointError: some are frozen, and the checkpoint only refers to them.
+    """
+    for name in content.shared:
+        if name.startswith("frozen.") and (names := content.state(name)["within_model"]):
+            raise CheckpointError(
+                f"{content.source} only refers to `{names[0]}` and the other tensors of `{name}`, which come from "
+                f"`{content.state(name)['source']}`",
+                hint="the run writes the whole model at its end: resume it, and use its folder `model`",
+            )
     return {name: stored for name, stored in content.state("model").items() if isinstance(stored, exports.Stored)}
 
 

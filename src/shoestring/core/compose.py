@@ -35,9 +35,9 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
         raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
     for feature in features:
         if feature.adds_parameters and job.engine == "ddp" and job.model is not job.module:
+            hint = "attach it to the model before DDP does"
             raise ConfigError(
-                f"`{feature.name}` adds parameters, and DDP has wrapped the model without them",
-                hint="attach it to the model before DDP does",
+                f"`{feature.name}` adds parameters, and DDP has wrapped the model without them", hint=hint
             )
         feature.check(job)
     try:
@@ -62,10 +62,8 @@ def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
     owned = set(job.replicas).union(*keeping)
     for axis, ranks in job.world.axes.items():
         if ranks > 1 and axis not in owned:
-            raise ConfigError(
-                f"{ranks} ranks over {axis}, but nothing keeps their models equal",
-                hint="add parallel.DDP()",
-            )
+            said = f"{ranks} ranks over {axis}, but nothing keeps their models equal"
+            raise ConfigError(said, hint="add parallel.DDP()")
 
 
 def _apply_all(job: Job) -> None:
@@ -101,11 +99,8 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
     _check_features(features)
     for feature in features:
         if Seam.LOSS in feature.seams:
-            raise ConfigError(
-                f"`{feature.name}` changes the loss, which this loop computes itself",
-                hint="compose a Job and call its `step`, or its `loss`",
-            )
-
+            hint = "compose a Job and call its `step`, or its `loss`"
+            raise ConfigError(f"`{feature.name}` changes the loss, which this loop computes itself", hint=hint)
     job = compose(Job(model, optimizer=optimizer), features)
     if job.phases[Phase.FORWARD]:
         hook: Any = torch.compiler.disable(_before_forward(job))

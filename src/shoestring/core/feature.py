@@ -190,10 +190,8 @@ def check_owners(features: Sequence[Feature]) -> None:
             shared = [axis for axis in one.over if axis in other.over]
             if shared or seam is Seam.OPTIM:
                 where = seam.name if seam is Seam.OPTIM else f"{seam.name} over {' and '.join(shared)}"
-                raise ConflictError(
-                    f"`{one.name}` and `{other.name}` both own {where}",
-                    hint=f"remove the table [{one.name}] or [{other.name}]",
-                )
+                hint = f"remove the table [{one.name}] or [{other.name}]"
+                raise ConflictError(f"`{one.name}` and `{other.name}` both own {where}", hint=hint)
 
 
 def ordered(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:

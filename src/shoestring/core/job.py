@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import cache, partial
 from types import TracebackType
@@ -19,26 +19,15 @@ from torch.optim import AdamW, Optimizer
 from shoestring._torch import own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import DATA, Feature, Phase, Seam
+from shoestring.core.frozen import Reference, digest, freeze, shared_names
 from shoestring.core.graph import Graph, GraphPass
-from shoestring.core.kept import ModelState, OptimizerState, Progress, RandomState
-from shoestring.core.step import Step
+from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
+from shoestring.core.step import Step, no_sync, raise_error
 from shoestring.core.task import Batch, Forward, Loss, Params, call_model, cross_entropy
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 
 T = TypeVar("T")
-Across = Literal["same", "shard", "own"]
-Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
-Context = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Something that must survive; see `Job.keep`."""
-
-    state: Stateful
-    across: Across
-    merge: Merge | None
 
 
 @dataclass(eq=False)
@@ -75,9 +64,10 @@ class Job:
         self.replicas: tuple[str, ...] = ()  # mesh axes over which the gradients of each step are averaged
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=False)
         self.kept: dict[str, Kept] = {}
+        self.frozen_modules: dict[str, nn.Module] = {}  # by name; an owner of SHARD may shard them beside the model
         self.numbers: dict[str, float | Tensor] = {}  # the loss, and what features publish; for sinks
         self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
-        self.refuse: Callable[[NonFiniteError], None] = _raise
+        self.refuse: Callable[[NonFiniteError], None] = raise_error
         self.stopping = False
         self.owners: dict[str, str] = {}  # what has one owner -> the feature that took it
         self.attaching: tuple[str, Seam | None] = ("the program", None)  # whose `apply` runs, and at which seam
@@ -120,6 +110,30 @@ class Job:
         undo = partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
         self.exits.callback(undo)
 
+    def frozen(self, name: str, module: nn.Module, source: str) -> nn.Module:
+        """Use `module` without training it: another model, such as a teacher, or layers of this one below adapters.
+
+        It moves to the job's device, and is in evaluation mode and without gradients until the job is closed; FSDP
+        shards it beside the model. Called in the model's forward pass or in the loss, it runs under the job's autocast.
+        A checkpoint holds `source` and a hash of its tensors; with other tensors, it cannot be restored.
+
+        Args:
+            source: where the module comes from, as `open_model` takes it.
+
+        Raises:
+            ConfigError: it shares trained parameters, ranks hold different tensors, or SHARD was applied already.
+        """
+        owner, at = self.attaching
+        if "model" in self.kept or (at is not None and at >= Seam.SHARD):
+            raise ConfigError(f"`{owner}` freezes `{name}` after the model was sharded", hint="freeze it at MODEL")
+        reference = Reference(source, digest(module), shared_names(module, self.module, f"`{owner}`: `{name}`"))
+        if len(set(self.world.gather(reference.digest.encode()))) > 1:
+            raise ConfigError(f"the frozen module `{name}` from `{source}` differs between ranks")
+        self.keep(f"frozen.{name}", reference)
+        self.exits.callback(freeze(module.to(self.world.device)))
+        self.frozen_modules[name] = module
+        return module
+
     def carry(self, feature: Feature, build: Callable[[], T]) -> T:
         """What `build` returned when this feature called first: state for its `apply` at the next seams."""
         if id(feature) not in self._carried:
@@ -153,11 +167,9 @@ class Job:
             ConflictError: another feature owns it. ConfigError: the feature is not being attached at that seam.
         """
         owner = self._at_seam(what, seam)
-        if what in self.owners:
-            raise ConflictError(
-                f"`{self.owners[what]}` and `{owner}` both own {what}",
-                hint=f"remove the table [{self.owners[what]}] or [{owner}]",
-            )
+        if former := self.owners.get(what):
+            hint = f"remove the table [{former}] or [{owner}]"
+            raise ConflictError(f"`{former}` and `{owner}` both own {what}", hint=hint)
         self.owners[what] = owner
 
     def _at_seam(self, what: str, seam: Seam) -> str:
@@ -208,11 +220,9 @@ class Job:
             if name not in parameters:
                 raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
             if tensor.numel() != parameters[name].numel():
-                raise ConfigError(
-                    f"`{owner}` gives the optimizer {tensor.numel()} elements for `{name}`, which has "
-                    f"{parameters[name].numel()}",
-                    hint="a part of a tensor must be a DTensor, which knows the whole one",
-                )
+                sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
+                hint = "a part of a tensor must be a DTensor, which knows the whole one"
+                raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
 
     def check_gradients(self) -> None:
         """ConfigError where an owner of SHARD left no gradient on any of what it gave to the optimizer."""
@@ -278,6 +288,10 @@ class Job:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {self._own_name(name): parameter for name, parameter in self.module.named_parameters()}
 
+    def weights(self) -> dict[str, Any]:
+        """The model's parameters and buffers by name, frozen ones too, as they were trained: this rank's part."""
+        return ModelState(self.model, self._trained or {}).state_dict()
+
     @property
     def parameters(self) -> list[Any]:
         """What the optimizer steps."""
@@ -303,27 +317,17 @@ class Job:
         """
         return self._step(batches)
 
-    @contextmanager
-    def sync(self, last: bool) -> Iterator[None]:
+    def sync(self, last: bool) -> AbstractContextManager[None]:
         """Surrounds a micro-batch: gradients are exchanged in the `last` one only."""
-        with ExitStack() as stack:
-            for context in self._around_step:
-                stack.enter_context(context(last))
-            yield
+        return _entered(partial(context, last) for context in self._around_step)
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Surrounds a forward pass and its loss, as `surround` said."""
-        with ExitStack() as stack:
-            for context in self._around_forward:
-                stack.enter_context(context())
-            yield
+        return _entered(self._around_forward)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """(sum, count) of the task's own loss over the batches of all ranks, which must bring equally many."""
-        with ExitStack() as stack:
-            for context in self._around_evaluation:
-                stack.enter_context(context())
+        with _entered(self._around_evaluation):
             return self._step.evaluate(batches)
 
     def verify(self) -> None:
@@ -364,16 +368,17 @@ class Job:
         assert not isinstance(self.optimizer, Optimizer)
         self.built_optimizer = self.optimizer(self.parameters)
         if not isinstance(self.built_optimizer, Optimizer):
-            raise ConfigError(
-                f"`optimizer` returned a {type(self.built_optimizer).__name__}, not a torch.optim.Optimizer",
-                hint="give a function from parameters to an optimizer, or the optimizer itself",
-            )
+            returned = type(self.built_optimizer).__name__
+            hint = "give a function from parameters to an optimizer, or the optimizer itself"
+            raise ConfigError(f"`optimizer` returned a {returned}, not a torch.optim.Optimizer", hint=hint)
         self.exits.callback(self.built_optimizer.register_step_pre_hook(self._step.before_update).remove)
         self.exits.callback(self.built_optimizer.register_step_post_hook(self._step.after_update).remove)
         self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
         self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
         self.trace.ranks = self.world.size
-        self.keep("model", ModelState(self.model, self._trained, self._refresh), across="shard")
+        frozen = [kept.state.within_model for kept in self.kept.values() if isinstance(kept.state, Reference)]
+        model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen))
+        self.keep("model", model, across="shard")
         optimizer = OptimizerState(self.built_optimizer, self.named, self._step.hooks_off)
         self.keep("optimizer", optimizer, across="shard")
         self.keep("scaler", self.scaler)
@@ -381,10 +386,9 @@ class Job:
         self.keep("random", RandomState(self.world.device), across="own")
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
-    """For `Job.shard` with DDP: exchange gradients in the last micro-batch only."""
-    return lambda last: nullcontext() if last else model.no_sync()
+@contextmanager
+def _entered(contexts: Iterable[Context]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from shoestring._torch import own_name
 
-Context = Callable[[], AbstractContextManager[None]]
+Context = Callable[[], AbstractContextManager[Any]]
 Work = Callable[[], None]
+Across = Literal["same", "shard", "own"]
+Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something that must survive; see `Job.keep`."""
+
+    state: Stateful
+    across: Across
+    merge: Merge | None
 
 
 @dataclass
@@ -64,29 +76,34 @@ class Progress:
         self.tokens += targets
 
 
+@dataclass(eq=False)
 class ModelState:
     """Weights and buffers under their own names, whatever wraps the model.
 
     Args:
         trained: name -> what the optimizer steps in a parameter's place, if that is another tensor: saved instead.
         refresh: writes those back into the parameters.
+        leave_out: names that are not saved, because they are frozen and saved as a reference.
     """
 
-    def __init__(
-        self, model: nn.Module, trained: Mapping[str, Tensor] | None = None, refresh: Work | None = None
-    ) -> None:
-        self.model, self.trained, self.refresh = model, trained or {}, refresh
-        self._own_name = cache(partial(own_name, model))
+    model: nn.Module
+    trained: Mapping[str, Tensor] = field(default_factory=dict)
+    refresh: Work | None = None
+    leave_out: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self._own_name = cache(partial(own_name, self.model))
 
     def state_dict(self) -> dict[str, Any]:
         state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
-        return state | dict(self.trained)
+        return {name: value for name, value in (state | dict(self.trained)).items() if name not in self.leave_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = {name: value for name, value in state_dict.items() if name not in self.trained}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=not self.trained)
+        strict = not (self.trained or self.leave_out)
+        options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
         set_model_state_dict(self.model, whole, options=options)
         for name, tensor in self.trained.items():
             _fill(tensor, state_dict[name])
@@ -94,6 +111,7 @@ class ModelState:
             self.refresh()
 
 
+@dataclass(eq=False)
 class OptimizerState:
     """An optimizer's state under the names of its parameters, so that it fits any sharding.
 
@@ -105,8 +123,9 @@ class OptimizerState:
         hooks_off: a context in which steps of the optimizer run no hooks; new state is laid out by one of no gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, named: Callable[[], Mapping[str, Tensor]], hooks_off: Context) -> None:
-        self.optimizer, self.named, self.hooks_off = optimizer, named, hooks_off
+    optimizer: Optimizer
+    named: Callable[[], Mapping[str, Tensor]]
+    hooks_off: Context
 
     def state_dict(self) -> dict[str, Any]:
         self._lay_out()
@@ -160,11 +179,11 @@ def _fill(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
+@dataclass(eq=False)
 class RandomState:
     """The random states of Python, numpy and torch on this rank."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device: torch.device
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}

@@ -9,13 +9,14 @@ and gradients are corrected by the ratio where counts turn out to differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shoestring._torch import foreach_mul_
 from shoestring.core.errors import NonFiniteError
@@ -190,3 +191,13 @@ class Step:
             self.job.progress.advance()
             self.run(Phase.CAPTURE)
             self.job.trace.step = self.job.progress.step
+
+
+def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
+    """For `Job.shard` with DDP: exchange gradients in the last micro-batch only."""
+    return lambda last: nullcontext() if last else model.no_sync()
+
+
+def raise_error(error: Exception) -> None:
+    """The answer to a loss that is not finite, unless a feature gives another."""
+    raise error

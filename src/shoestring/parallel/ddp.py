@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring import parallel
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job, no_sync
+from shoestring.core.job import Job
+from shoestring.core.step import no_sync
 
 
 def replicate(job: Job, settings: parallel.DDP) -> None:

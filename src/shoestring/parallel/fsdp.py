@@ -21,6 +21,11 @@ def shard(job: Job, settings: parallel.FSDP) -> None:
         return
     for module in (*repeated(job.model), job.model):
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward)
+    within = set(job.model.modules())
+    for frozen in job.frozen_modules.values():
+        if not within.intersection(frozen.modules()):  # layers of the model are sharded with it
+            for module in (*repeated(frozen), frozen):
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
     assert isinstance(job.model, FSDPModule)
     job.shard(over=settings.over, sync=_sync(job.model))
     job.trace.facts["shards"] = mesh.size(-1)

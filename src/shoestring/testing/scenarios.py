@@ -137,7 +137,7 @@ def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str
         for number in range(steps):
             job.step(jobs.batch(number, world.rank, world.size))
         kept = {name: kept.state.state_dict() for name, kept in job.kept.items()}
-        weights = {name: value.clone() for name, value in kept["model"].items()}
+        weights = {name: value.clone() for name, value in job.weights().items()}
         weights = leaving(job.features, weights, kept)
         trained = _held_out(job)
     plain = build(model)

@@ -181,7 +181,7 @@ def _baselines(job: Job, data: Feed) -> dict[str, float]:
 
 def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
     """The model that leaves the run, in one piece on the first rank: what the job's model computes with."""
-    state = job.kept["model"].state.state_dict()
+    state = job.weights()
     changing = [feature for feature in job.features if type(feature).export is not Feature.export]
     if not changing and not any(isinstance(value, DTensor) for value in state.values()):
         return job.module
