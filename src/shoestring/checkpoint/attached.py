@@ -34,7 +34,7 @@ def install(job: Job, settings: Tiered) -> None:
     """Save the job's kept state after its steps from now on."""
 
     def stable() -> set[int]:
-        return addresses([job.module, job.built_optimizer, job.progress])
+        return addresses([job.module, job.built_optimizer, *(kept.state for kept in job.kept.values())])
 
     folder = job.world.agree(lambda: slots_folder(settings, job.world))
     engine = Engine(job.kept, job.progress, job.world, settings, folder, stable)
@@ -97,8 +97,8 @@ def _tensors(owner: object) -> Iterator[Tensor]:
     elif isinstance(owner, Optimizer):
         for state in owner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-    elif isinstance(owner, Progress) and owner.unread is not None:
-        yield owner.unread
+    elif isinstance(unread := getattr(owner, "unread", None), Tensor):  # of `Progress`, and of rows of metrics
+        yield unread
 
 
 def _local(tensor: Tensor) -> Tensor:

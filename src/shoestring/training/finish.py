@@ -33,6 +33,7 @@ from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import Feed
 from shoestring.training.evaluation import evaluate
+from shoestring.training.newest_rows import NewestRows
 from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
@@ -50,17 +51,20 @@ class Result:
     """The last value of each metric, on every rank; those of the held-out data where the run is finished."""
 
 
-def open_meter(job: Job, run: Run, data: Feed, folder: Path, more: Sequence[Sink] = ()) -> Meter:
+def open_meter(job: Job, run: Run, data: Feed, folder: Path, newest: NewestRows, more: Sequence[Sink] = ()) -> Meter:
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
-    sinks = job.world.agree(lambda: _sinks(job, run, folder, more) if job.world.first else [])
-    return Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
+    sinks = job.world.agree(lambda: _sinks(job, run, folder, newest, more) if job.world.first else [])
+    meter = Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
+    newest.unwritten = meter.unwritten
+    return meter
 
 
-def _sinks(job: Job, run: Run, folder: Path, more: Sequence[Sink]) -> list[Sink]:
+def _sinks(job: Job, run: Run, folder: Path, newest: NewestRows, more: Sequence[Sink]) -> list[Sink]:
     """The console, metrics.jsonl, what `run.sinks` names and `more`; what they hold of later steps is dropped."""
     step = job.progress.step
     rows = JsonLines(folder / "metrics.jsonl")
     rows.truncate_after(step)
+    newest.write_missing(rows)
     sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
     openers = {name: TRACKERS.get(name) or resolve(name, "run.sinks") for name in run.settings.sinks}
     openers |= {f"{type(sink).__name__} ({number})": _opened(sink) for number, sink in enumerate(more)}

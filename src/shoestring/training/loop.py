@@ -24,6 +24,7 @@ from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import Feed, feed, moved
 from shoestring.training.evaluation import evaluate
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
+from shoestring.training.newest_rows import NewestRows
 from shoestring.training.throughput import Meter
 
 log = logging.getLogger("shoestring")
@@ -72,9 +73,10 @@ def train(
         loader = build_loader(run, job, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
+        newest = NewestRows(job)
         resumed = _resume(job, run)
         reached = newest_step(path / "metrics.jsonl")
-        meter = stack.enter_context(finish.open_meter(job, run, data, path, sinks))
+        meter = stack.enter_context(finish.open_meter(job, run, data, path, newest, sinks))
         for line in (*finish.opening(job, run, data, path), *finish.repeated(resumed, reached)):
             log.info(line)
         if threading.current_thread() is threading.main_thread():  # others cannot take signals

@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoestring.core.job import Job
 from shoestring.report.sinks import Sink
+from shoestring.training.newest_rows import Row
 
 # Dense bf16 (fp16 before Ampere) peak in FLOP/s by device name, from the makers' data sheets. Longer names first.
 PEAKS = (
@@ -81,9 +82,8 @@ class Meter:
         self._taken = self.job.progress.step
         self._marks.append(self._mark())
         self.flush()
-        lr = self.job.built_optimizer.param_groups[0]["lr"]
-        self._pending = (self.job.progress.step, loss, {"lr": lr} | self.job.numbers)
-        if self.job.world.device.type == "cpu":
+        self._pending = (self.job.progress.step, loss, self._numbers())
+        if not self.job.defers:
             self.flush()
 
     def _mark(self) -> _Mark:
@@ -99,7 +99,21 @@ class Meter:
         values = {"loss": value} | {name: float(number) for name, number in numbers.items()}
         if self.nats_to_bits:
             values["bits_per_byte"] = value * self.nats_to_bits
-        self.write(step, values | self._pace())
+        self.write(step, values | self._pace(self._marks))
+
+    def unwritten(self) -> Iterator[Row]:
+        """The rows that no sink has got yet, as far as they are known: for a checkpoint that is made now."""
+        job, newest = self.job, []
+        if self._pending is not None:
+            newest.append(self._pending)
+        if job.progress.step > self._taken and "loss" in job.numbers:  # its `step` comes after the checkpoint
+            newest.append((job.progress.step, torch.as_tensor(job.numbers["loss"]), self._numbers()))
+        for step, loss, numbers in newest:
+            bits = {"bits_per_byte": loss * self.nats_to_bits} if self.nats_to_bits else {}
+            yield Row(step, {"loss": loss} | numbers | bits | self._pace([*self._marks, self._mark()]))
+
+    def _numbers(self) -> dict[str, float | Tensor]:
+        return {"lr": self.job.built_optimizer.param_groups[0]["lr"]} | self.job.numbers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.latest |= values
@@ -113,13 +127,13 @@ class Meter:
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else math.nan
 
-    def _pace(self) -> dict[str, float]:
-        first, last = self._marks[0], self._marks[-1]
+    def _pace(self, marks: Sequence[_Mark]) -> dict[str, float]:
+        first, last = marks[0], marks[-1]
         seconds = last.time - first.time
         rate = (last.tokens - first.tokens) / seconds
         values = {
             "tokens_per_second": rate,
-            "step_seconds": last.time - self._marks[-2].time,
+            "step_seconds": last.time - marks[-2].time,
             "data_wait": (last.waited - first.waited) / seconds,
             "memory_gib": memory_gib(self.job.world.device),
         }

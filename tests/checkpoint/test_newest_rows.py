@@ -1,0 +1,153 @@
+"""Every step that a run resumes after has its row in metrics.jsonl, once, wherever the run was killed."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from benchmarks.checkpoint.trainee import context
+from shoestring.checkpoint.attached import addresses
+from shoestring.checkpoint.tiers import tiered
+from shoestring.cli import main
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.report.sinks import JsonLines
+from shoestring.training.newest_rows import NewestRows, Row
+from shoestring.training.throughput import Meter
+
+STEPS, KILLED = 6, 4
+RUN = """
+[run]
+data = "{folder}/text.txt"
+steps = {steps}
+batch = 2
+folder = "{folder}/out"
+resume = "auto"
+[model]
+dim = 16
+layers = 1
+heads = 1
+kv_heads = 1
+hidden = 32
+[data]
+vocabulary = 260
+sequence = 16
+"""
+SAVES = {
+    "plain": "[checkpoint.plain]\nevery = 1\n",
+    "memory": '[checkpoint.tiered]\nmemory_every = 1\ndisk_every = 0\nmemory = "{folder}/memory"\n',
+}
+
+
+def train(folder):
+    sys.exit(main(["train", f"{folder}/run.toml"]))
+
+
+def train_and_die(folder, late):
+    """Train, and be killed once step 4 is saved and before its row is written."""
+    engines, step, begin, built = [], Meter.step, tiered.Engine.begin, Job.__post_init__
+
+    def begun(engine, *given):
+        engines.append(engine)
+        begin(engine, *given)
+
+    def deferring(job, total):
+        built(job, total)
+        job.defers = late  # as on an accelerator
+
+    def killed(meter, loss):
+        if meter.job.progress.step == KILLED:
+            for engine in engines:
+                engine.drain()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(meter, loss)
+
+    tiered.Engine.begin, Meter.step, Job.__post_init__ = begun, killed, deferring
+    train(folder)
+
+
+def ended(work, *arguments):
+    """The exit code of a process that does some work."""
+    process = context().Process(target=work, args=arguments)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    def prepare(name, saves):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "text.txt").write_text("words of a small corpus\n" * 3000)
+        (folder / "run.toml").write_text((RUN + SAVES[saves]).format(folder=folder, steps=STEPS))
+        return folder
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("saves", "late"),
+    [
+        ("plain", True),
+        ("memory", False),
+        pytest.param("plain", False, marks=pytest.mark.slow),
+        pytest.param("memory", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_between_a_save_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
+    folder, through = prepared("killed", saves), prepared("through", saves)
+    assert ended(train_and_die, folder, late) == -signal.SIGKILL
+    assert [row["step"] for row in rows(folder)] == list(range(1, KILLED - late))
+    with (folder / "out/metrics.jsonl").open("a") as file:  # of a step after the save, and one that is cut short
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    assert ended(train, folder) == ended(train, through) == 0
+    found, expected = ([row for row in rows(each) if "loss" in row] for each in (folder, through))
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [(row["loss"], row["lr"]) for row in found] == [(row["loss"], row["lr"]) for row in expected]
+    assert all(row.keys() == expected[0].keys() and row["time"] > 1e9 for row in found)
+
+
+def newest(rows):
+    """What a run resumes with, of which a checkpoint held these rows."""
+    found = NewestRows(Job(torch.nn.Linear(1, 1), world=World()))
+    found.load_state_dict({"rows": [{"step": step, "values": values, "unread": []} for step, values in rows]})
+    return found
+
+
+def test_a_row_that_the_file_has_is_not_written_again(tmp_path):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.write(step, {"loss": float(step)})
+    file.write(3, {"held_out_loss": 3.0})
+    newest([(3, {"loss": 3.0, "time": 5.0}), (4, {"loss": 4.0, "time": 6.0})]).write_missing(file)
+    file.close()
+    written = [json.loads(line) for line in file.path.read_text().splitlines()]
+    assert [row["step"] for row in written] == [1, 2, 3, 3, 4]
+    assert written[-1] == {"step": 4, "time": 6.0, "loss": 4.0}
+
+
+@pytest.mark.parametrize("state", [{}, {"rows": 3}, {"rows": [{"step": 1}]}, {"rows": [{"step": "x", "values": {}}]}])
+def test_rows_of_another_form_keep_no_run_from_resuming(state):
+    found = newest([])
+    found.load_state_dict(state)
+    assert found.restored == []
+
+
+def test_on_an_accelerator_numbers_are_saved_without_being_read():
+    found = newest([])
+    found.job.defers = True
+    found.unwritten = lambda: [Row(4, {"loss": torch.tensor(0.5), "lr": 0.1}), Row(5, {"loss": torch.tensor(0.25)})]
+    state = found.state_dict()
+    assert state["unread"] is found.unread and state["unread"].tolist() == [0.5, 0.25]
+    assert addresses([found]) == {state["unread"].untyped_storage().data_ptr()}  # copied beside the next step
+    again = newest([])
+    again.load_state_dict(state)
+    assert [(row.step, row.values["loss"]) for row in again.restored] == [(4, 0.5), (5, 0.25)]
