@@ -17,8 +17,8 @@ def overhead(_: Deadline) -> Measured:
     import torch
 
     from shoestring import comm
-    from shoestring.comm.auto.probing import coded
-    from shoestring.comm.codecs.codec import Turn
+    from shoestring.comm.auto.probes import time_codec
+    from shoestring.comm.codecs.codec import ExchangeContext
     from shoestring.models.gpt import gpt1b
 
     device = torch.device("cuda")
@@ -27,7 +27,7 @@ def overhead(_: Deadline) -> Measured:
         tokens = torch.randint(1000, (2, 2048))
     backward = median(seconds_of_backward(model, tokens) for _ in range(ROUNDS))
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    found = coded(comm.PowerSGD(rank=4).codec, grads, Turn(0, 4, 0), ROUNDS)
+    found = time_codec(comm.PowerSGD(rank=4).make_codec, grads, ExchangeContext(0, 4, 0), ROUNDS)
     seconds = sum(found.seconds)
     enough = tokens.numel() * seconds / backward / 0.1
     note = (
@@ -55,7 +55,7 @@ def fused(_: Deadline) -> Measured:
     """Bytes that selection with error feedback must move, over its time, as a share of what a copy reaches."""
     import torch
 
-    from shoestring.comm.codecs.fused import Sum, launch
+    from shoestring.comm.codecs.fused import WeightedSum, launch_split
 
     device, n, k = torch.device("cuda"), 2**28, 2**18
     fresh, e, g = torch.randn(n, device=device), torch.randn(n, device=device), torch.empty(n, device=device)
@@ -63,7 +63,7 @@ def fused(_: Deadline) -> Measured:
     copying, launching = [], []
     for _round in range(2 * ROUNDS):
         copying.append(seconds_of(lambda: g.copy_(fresh)))
-        launching.append(seconds_of(lambda: launch(Sum(g, e), threshold, 2 * k)))
+        launching.append(seconds_of(lambda: launch_split(WeightedSum(g, e), threshold, 2 * k)))
     copied, seconds = median(copying[ROUNDS:]), median(launching[ROUNDS:])
     moved = 3 * g.nbytes + k * (8 + 4)
     note = f"{1e-9 * moved / seconds:.0f} GB/s, a copy {2e-9 * g.nbytes / copied:.0f}; {k:,} of {n:,} entries are sent"
@@ -97,7 +97,7 @@ def smoke(_: Deadline) -> Measured:
             with Wire(dist.group.WORLD, device) as wire:
                 grad = torch.randn(512, 512, device=device)
                 whole = {"weight": grad.clone()}
-                fine = wire.run(comm.Dense().codec(), whole, 0) and torch.allclose(whole["weight"], grad)
+                fine = wire.run(comm.Dense().make_codec(), whole, 0) and torch.allclose(whole["weight"], grad)
         finally:
             dist.destroy_process_group()
     return Measured(float(fine), "one rank: no more than a smoke test")

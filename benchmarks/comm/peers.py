@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from shoestring import comm
 from shoestring._torch import GradBucket
-from shoestring.comm.codecs.codec import Codec, Coding, Grads, Turn
-from shoestring.comm.codecs.powersgd import PowerSGD, averaged
+from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads
+from shoestring.comm.codecs.powersgd import PowerSGDCodec, average_tensors
 
 
 def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -69,26 +69,26 @@ class Epfml:
             parameter.grad = residual
 
 
-class TorchArithmetic(PowerSGD):
+class TorchArithmetic(PowerSGDCodec):
     """What torch's hook computes, for our coordinator: QR, a product a matrix, the residual of the global mean.
 
     After torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py: it clones the gradients, and computes the
     products of matrices of one shape in a batch.
     """
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         low = {name: grad.view(len(grad), -1) for name, grad in grads.items() if self._pays(grad)}
         whole = [grad for name, grad in grads.items() if name not in low]
         drawn = self.state.setdefault("Q", {})
         basis = [drawn[name] if name in drawn else self._drawn(name, grad) for name, grad in low.items()]
-        M = [grad + self.kept("residual", name, grad) for name, grad in low.items()]
+        M = [grad + self.get_state("residual", name, grad) for name, grad in low.items()]
         for Q in basis:
             Q.copy_(torch.linalg.qr(Q)[0])
         P = [each @ Q for each, Q in zip(M, basis, strict=True)]
-        yield from averaged(P, whole)
+        yield from average_tensors(P, whole)
         P = [torch.linalg.qr(each)[0] for each in P]
         Q = [each.t() @ left for each, left in zip(M, P, strict=True)]
-        yield from averaged(Q, [])
+        yield from average_tensors(Q, [])
         for (name, grad), each, left, right in zip(low.items(), M, P, Q, strict=True):
             torch.mm(left, right.t(), out=grad)
             torch.sub(each, grad, out=self.state["residual"][name])
@@ -104,5 +104,5 @@ class TorchArithmetic(PowerSGD):
 class TorchInOurs(comm.PowerSGD):
     """Torch's arithmetic in our coordinator: what is left between it and our PowerSGD are the kernels."""
 
-    def codec(self) -> Codec:
+    def make_codec(self) -> Codec:
         return TorchArithmetic(self.rank)

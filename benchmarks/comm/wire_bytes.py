@@ -77,7 +77,7 @@ def sparse(n: int, density: float, value: int) -> float:
 def codecs() -> dict[str, Codec]:
     scale = 4 / 512  # an fp32 scale for 512 entries
     half = comm.PowerSGD(rank=16, alternate=True)
-    topk = comm.TopK(density=0.01, how="exact")
+    topk = comm.TopK(density=0.01, selection="exact")
     return {
         "dense": Codec(comm.Dense(), lambda n: 4.0 * n * n, RING, 1, 1),
         "bf16": Codec(comm.BF16(), lambda n: 2.0 * n * n, RING, 1, 1),
@@ -112,7 +112,7 @@ ALL = (*cases(2 * 1024), *cases(64 * 1024), *cases(LARGE))
 
 def counted(case: Case, wire: Wire) -> float:
     """Bytes that this rank's interface sends for one exchange, the mean over some."""
-    generator, codec = torch.Generator().manual_seed(wire.rank), case.codec.settings.codec()
+    generator, codec = torch.Generator().manual_seed(wire.rank), case.codec.settings.make_codec()
     sent = 0
     for step in range(REPEATS + 2):
         dist.barrier()

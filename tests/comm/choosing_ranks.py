@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shoestring import comm, parallel
-from shoestring.comm.auto.choosing import rebucket
-from shoestring.comm.auto.deciding import Choice
+from shoestring.comm.auto.chooser import rebucket
+from shoestring.comm.auto.decision import Candidate
 from shoestring.comm.auto.trial import Trial
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -86,7 +86,8 @@ def trial_leaves_nothing() -> dict[str, Any]:
     with made() as job:
         job.model.train()
         before, state = digest(job), torch.get_rng_state()
-        evidence = Trial(job, comm.Auto(trials=1), job.kept["comm.auto"].state.forward, batch(0)).evidence()
+        chooser = job.kept["comm.auto"].state
+        evidence = Trial(job, chooser.forward, batch(0), chooser.codecs, trials=1, torus=True).measure()
         return {
             "same": digest(job) == before and torch.equal(torch.get_rng_state(), state),
             "gradients": sum(p.grad is not None for p in job.module.parameters()),
@@ -114,7 +115,7 @@ def rebucketed() -> list[list[float]]:
 
 def again() -> dict[str, Any]:
     """A run that is saved after two steps and goes on, against one that was not stopped."""
-    choice = Choice("powersgd(rank=2)", 2, 1, 1024, ("*.bias",))
+    choice = Candidate("powersgd(rank=2)", 2, 1, 1024, ("*.bias",))
     state = {"choice": _json(vars(choice)), "inner": {"round": 0, "codec": {}, "locals": 1}}
     with made(("powersgd(rank=2)",)) as job:
         job.kept["comm.auto"].state.load_state_dict(state)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from shoestring.comm.codecs.fused import Sum, Taken, take
+from shoestring.comm.codecs.fused import Taken, WeightedSum, take_entries
 
 
-def take_by_torch(terms: Sum, threshold: torch.Tensor, room: int) -> Taken:
+def take_by_torch(terms: WeightedSum, threshold: torch.Tensor, room: int) -> Taken:
     """What `take` must do; where there is no room for all, it may take others."""
     M = terms.built()
     tell = 0 * M.sum()
@@ -29,10 +29,10 @@ def drawn(n: int, device: str) -> list[torch.Tensor]:
 def assert_takes_all(device: str, n: int, threshold: float, momentum: bool) -> None:
     """Bit by bit what torch does where nothing is multiplied, and within its rounding otherwise."""
     g, e, u = drawn(n, device)
-    terms = Sum(g, e, u, 1.9, 0.9) if momentum else Sum(g, e)
+    terms = WeightedSum(g, e, u, 1.9, 0.9) if momentum else WeightedSum(g, e)
     expected = replace(terms, g=g.clone())
     bound = torch.tensor(threshold, device=device)
-    theirs, ours = take_by_torch(expected, bound, n), take(terms, bound, n)
+    theirs, ours = take_by_torch(expected, bound, n), take_entries(terms, bound, n)
     tolerance = 1e-6 if momentum else 0.0
     assert torch.equal(ours.indices, theirs.indices)
     torch.testing.assert_close(ours.values, theirs.values, rtol=tolerance, atol=tolerance)
@@ -44,8 +44,8 @@ def assert_takes_all(device: str, n: int, threshold: float, momentum: bool) -> N
 
 def assert_leaves_what_finds_no_room(device: str) -> None:
     g, e, _ = drawn(9000, device)
-    M, terms = g + e, Sum(g, e)
-    taken = take(terms, torch.tensor(1.0, device=device), 100)
+    M, terms = g + e, WeightedSum(g, e)
+    taken = take_entries(terms, torch.tensor(1.0, device=device), 100)
     assert not taken.complete
     assert len(taken.indices) == 100
     assert (taken.indices.diff() > 0).all()
@@ -59,7 +59,7 @@ def assert_tells(device: str) -> None:
     for value in (float("nan"), float("inf"), -float("inf")):
         g, e, _ = drawn(5000, device)
         g[4500] = value
-        assert take(Sum(g, e), torch.tensor(3.0, device=device), 5000).tell.isnan()
+        assert take_entries(WeightedSum(g, e), torch.tensor(3.0, device=device), 5000).tell.isnan()
 
 
 def main(device: str) -> None:

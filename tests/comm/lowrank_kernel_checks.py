@@ -7,9 +7,9 @@ import os
 import torch
 
 from shoestring.comm.codecs import fused, lowrank
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.lowrank import Matrix, decode, leave, products, project
-from shoestring.comm.codecs.powersgd import PowerSGD
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.lowrank import Matrix, decode, keep_remainder, multiply, project
+from shoestring.comm.codecs.powersgd import PowerSGDCodec
 
 
 def drawn(n: int, m: int, rank: int, dtype: torch.dtype, device: str) -> tuple[Matrix, Matrix]:
@@ -36,17 +36,17 @@ def assert_does_what_the_formulas_say(n: int, m: int, rank: int, dtype: torch.dt
     assert right.Qt is not None and left.P is not None
     M, P, Qt = right.grad.double() + right.residual.double(), left.P, right.Qt
     before = right.grad.clone(), right.residual.clone()
-    own_right, own_left = products([right, left])
+    own_right, own_left = multiply([right, left])
     close(own_right, M @ Qt.double().t())
     close(own_left, P.double().t() @ M)
     assert torch.equal(right.grad, before[0]) and torch.equal(right.residual, before[1])
-    leave(right, P, Qt)
+    keep_remainder(right, P, Qt)
     close(right.residual, M - P.double() @ Qt.double())
     right.residual.copy_(before[1])
     basis = torch.linalg.qr(P)[0].t().contiguous().t()  # not contiguous, as a basis may be
     found = project(left, basis)
     close(found, basis.double().t() @ M)
-    leave(left, basis, found)
+    keep_remainder(left, basis, found)
     close(left.residual, M - basis.double() @ (basis.double().t() @ M))
     decode(left, P, Qt)
     close(left.grad, P.double() @ Qt.double(), dtype)
@@ -57,21 +57,24 @@ def assert_tells(device: str) -> None:
     for value in (float("nan"), float("inf"), -float("inf")):
         for matrix in drawn(40, 200, 3, torch.float32, device):
             matrix.grad[39, 199] = value
-            assert not products([matrix])[0].isfinite().all()
+            assert not multiply([matrix])[0].isfinite().all()
             matrix.grad[39, 199] = 0
 
 
 def assert_the_codec_does_the_same(alternate: bool, device: str) -> None:
     """Over steps of two ranks, as by torch's operations: averages, residuals and bases."""
-    kernels, found = fused.available, []
+    kernels, found = fused.is_available, []
     for available in (kernels, lambda device: False):
-        fused.available = available
-        codecs, draw = [PowerSGD(3, alternate=alternate, least=1) for _ in range(2)], torch.Generator().manual_seed(1)
+        fused.is_available = available
+        codecs, draw = (
+            [PowerSGDCodec(3, alternate=alternate, least=1) for _ in range(2)],
+            torch.Generator().manual_seed(1),
+        )
         for step in range(4):
             grads = [{"a": torch.randn(90, 40, generator=draw).to(device)} for _ in codecs]
-            rehearse(codecs, grads, step)
+            run_lockstep(codecs, grads, step)
         found.append([grads[0]["a"], *(each["a"] for each in codecs[1].state.values() if each)])
-    fused.available = kernels
+    fused.is_available = kernels
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -92,6 +95,6 @@ def main(device: str) -> None:
 
 if __name__ == "__main__":
     assert os.environ["TRITON_INTERPRET"]
-    fused.available = lambda device: True
+    fused.is_available = lambda device: True
     main("cpu")
     print("as it must be")

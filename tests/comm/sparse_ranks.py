@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoestring.comm.codecs.codec import Codec, Gather, Grads, Mean, Swap, Turn
-from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, ExchangeContext, Grads, Mean, advance
+from shoestring.comm.codecs.lockstep import run_lockstep
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "none": (0, 4), "long": (1030,), "conv": (6, 4, 3, 3), "scalar": ()}
 RANKS = 3
@@ -48,7 +48,7 @@ def assert_conserves(make: Make, steps: int = 6) -> None:
     for step in range(steps):
         grads = gradients(step)
         total = {name: grad + owed[name] for name, grad in mean(grads).items()}
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
         for name in SHAPES:
             torch.testing.assert_close(grads[0][name].double() + owed[name], total[name], rtol=2e-6, atol=1e-5)
@@ -59,7 +59,7 @@ def assert_replicas_equal(make: Make, dtype: torch.dtype = torch.float32, steps:
     codecs = [make() for _ in range(RANKS)]
     for step in range(steps):
         grads = gradients(step, dtype=dtype)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             assert all(torch.equal(grads[0][name], each[name]) for each in grads)
             assert grads[0][name].dtype == dtype
@@ -72,7 +72,7 @@ def assert_untouched_when_given_up(make: Make) -> None:
     """A gradient that is not finite ends the exchange at its first yield, and must leave no mark; nor must an end."""
     codecs = [make() for _ in range(RANKS)]
     for step in range(3):
-        rehearse(codecs, gradients(step), step)
+        run_lockstep(codecs, gradients(step), step)
     other = [make() for _ in range(RANKS)]
     for codec, twin in zip(codecs, other, strict=True):
         twin.load_state_dict(cloned(codec.state_dict()))
@@ -80,16 +80,16 @@ def assert_untouched_when_given_up(make: Make) -> None:
         before = cloned(codecs[1].state_dict())
         grads = gradients(9)[1]
         grads["long"][1000] = value
-        coding = codecs[1].code(grads, Turn(1, RANKS, 3))
-        next(coding)
+        coding = codecs[1].code(grads, ExchangeContext(1, RANKS, 3))
+        advance(coding)
         coding.close()
         for kind, of_kind in before.items():
             assert of_kind.keys() == codecs[1].state[kind].keys()
             assert all(torch.equal(codecs[1].state[kind][name], tensor) for name, tensor in of_kind.items())
     for step in (3, 4):  # and goes on as one that was loaded from a save does
         mine, theirs = gradients(step), gradients(step)
-        rehearse(codecs, mine, step)
-        rehearse(other, theirs, step)
+        run_lockstep(codecs, mine, step)
+        run_lockstep(other, theirs, step)
         assert all(torch.equal(mine[0][name], theirs[0][name]) for name in SHAPES)
 
 
@@ -101,19 +101,19 @@ def assert_exposes(make: Make, name: str, at: int) -> None:
             asked = []
             grads[rank][name].view(-1)[at] = value
             for reader, each in enumerate(grads):
-                asked.append(next(make().code(each, Turn(reader, RANKS, 0))))
+                asked.append(advance(make().code(each, ExchangeContext(reader, RANKS, 0))))
             for reader in range(RANKS):
                 answers = [answer(requests, reader) for requests in zip(*asked, strict=True)]
                 assert not all(each.isfinite().all() for each in answers if each.is_floating_point())
-    asked = [next(make().code(each, Turn(0, RANKS, 0))) for each in gradients(1)]
+    asked = [advance(make().code(each, ExchangeContext(0, RANKS, 0))) for each in gradients(1)]
     assert all(request.tensor.isfinite().all() for requests in asked for request in requests)
 
 
 def answer(requests: tuple, reader: int) -> torch.Tensor:
     match requests[0]:
-        case Swap():
+        case AllToAll():
             return torch.stack([request.tensor[reader] for request in requests])
-        case Gather() | Mean():
+        case AllGather() | Mean():
             return torch.stack([request.tensor for request in requests])
 
 
@@ -121,8 +121,8 @@ def assert_merging_conserves(make: Make) -> None:
     """A run of three ranks goes on with two: what was owed still is."""
     codecs = [make() for _ in range(RANKS)]
     for step in range(3):
-        rehearse(codecs, gradients(step), step)
-    merged = codecs[0].merged([cloned(codec.state_dict()) for codec in codecs])
+        run_lockstep(codecs, gradients(step), step)
+    merged = codecs[0].merge_states([cloned(codec.state_dict()) for codec in codecs])
     fewer = [make() for _ in range(2)]
     for codec in fewer:
         codec.load_state_dict(merged)
@@ -131,27 +131,27 @@ def assert_merging_conserves(make: Make) -> None:
         torch.testing.assert_close(mean_state(fewer, "residual", name), expected, rtol=1e-6, atol=1e-6)
     grads = gradients(5, ranks=2)
     total = {name: grad + mean_state(codecs, "residual", name) for name, grad in mean(grads).items()}
-    rehearse(fewer, grads, 5)
+    run_lockstep(fewer, grads, 5)
     for name in SHAPES:
         left = mean_state(fewer, "residual", name)
         torch.testing.assert_close(grads[1][name].double() + left, total[name], rtol=2e-6, atol=1e-5)
 
 
 def assert_takes_nothing(make: Make) -> None:
-    rehearse([make() for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
+    run_lockstep([make() for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
     single = [{"w": torch.randn(5), "one": torch.tensor(2.0)}]
-    rehearse([make()], single)
+    run_lockstep([make()], single)
 
 
 def assert_survives_other_cohorts(make: Make) -> None:
     """The same parameters in other company: state goes by name."""
     codecs = [make() for _ in range(RANKS)]
-    rehearse(codecs, gradients(0))
+    run_lockstep(codecs, gradients(0))
     owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
     for names in (["long", "bias"], ["matrix", "conv", "none", "scalar"]):
         grads = [{name: each[name] for name in names} for each in gradients(1)]
         total = {name: grad + owed[name] for name, grad in mean(grads).items()}
-        rehearse(codecs, grads, 1)
+        run_lockstep(codecs, grads, 1)
         for name in names:
             left = mean_state(codecs, "residual", name)
             torch.testing.assert_close(grads[0][name].double() + left, total[name], rtol=2e-6, atol=1e-5)

@@ -10,13 +10,13 @@ import sparse_ranks as contract
 import torch
 from sparse_ranks import RANKS, SHAPES, gradients, mean
 
-from shoestring.comm.codecs.dgc import DGC
-from shoestring.comm.codecs.lockstep import rehearse
+from shoestring.comm.codecs.dgc import DGCCodec
+from shoestring.comm.codecs.lockstep import run_lockstep
 
 VARIANTS = [
-    partial(DGC, 0.05),
-    partial(DGC, 0.02, nesterov=True, clip=3.0, how="sampled", wire="int8", warmup=3),
-    partial(DGC, 0.02, per_layer=True, how="mstopk", masking=False, wire="bf16"),
+    partial(DGCCodec, 0.05),
+    partial(DGCCodec, 0.02, nesterov=True, clip=3.0, selection="sampled", wire="int8", warmup=3),
+    partial(DGCCodec, 0.02, per_layer=True, selection="mstopk", masking=False, wire="bf16"),
 ]
 WITHOUT_MOMENTUM = [partial(make, momentum=0.0, clip=None) for make in VARIANTS]
 
@@ -74,13 +74,13 @@ def momentum_sgd(steps: int, momentum: float, nesterov: bool, clip: float | None
 @pytest.mark.parametrize(("density", "masking"), [(1.0, True), (1 - 1e-9, False)])
 def test_at_density_one_it_is_sgd_with_momentum(density, masking, nesterov, clip):
     """Both where all travels whole, and where all entries are selected and none of the velocity is masked."""
-    codecs = [DGC(density, nesterov=nesterov, masking=masking, clip=clip) for _ in range(RANKS)]
+    codecs = [DGCCodec(density, nesterov=nesterov, masking=masking, clip=clip) for _ in range(RANKS)]
     for step, expected in enumerate(momentum_sgd(8, 0.9, nesterov, clip)):
         grads = gradients(step)
-        traffic = rehearse(codecs, grads, step)
+        traffic = run_lockstep(codecs, grads, step)
         for name in SHAPES:
             np.testing.assert_allclose(grads[0][name].double().numpy(), expected[name], rtol=1e-5, atol=5e-6)
-    assert bool(traffic.total("Gather")) == (density < 1)
+    assert bool(traffic.total("all-gather")) == (density < 1)
 
 
 def test_the_reference_is_torchs_optimizer():
@@ -99,7 +99,7 @@ def test_is_the_algorithm_of_the_paper(nesterov):
     """Momentum correction and factor masking (algorithm 4), rank by rank in fp64, on one matrix."""
     k, m = 30, 0.9
     u, v = np.zeros((RANKS, 37 * 40)), np.zeros((RANKS, 37 * 40))
-    codecs = [DGC(k / u.shape[1], momentum=m, nesterov=nesterov) for _ in range(RANKS)]
+    codecs = [DGCCodec(k / u.shape[1], momentum=m, nesterov=nesterov) for _ in range(RANKS)]
     for step in range(8):
         grads = [{"matrix": grads["matrix"]} for grads in gradients(step)]
         g = np.stack([each["matrix"].double().numpy().ravel() for each in grads])
@@ -110,7 +110,7 @@ def test_is_the_algorithm_of_the_paper(nesterov):
             sent = np.argsort(-np.abs(v[rank]))[:k]
             average[sent] += v[rank, sent] / RANKS
             u[rank, sent] = v[rank, sent] = 0
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for mine, expected in (
             (grads[0]["matrix"], average),
             (codecs[1].state["velocity"]["matrix"], u[1]),
@@ -121,11 +121,11 @@ def test_is_the_algorithm_of_the_paper(nesterov):
 
 def test_velocity_is_conserved_without_masking():
     """Everything that is sent, and what is left, is what SGD with momentum would have done."""
-    codecs = [DGC(0.03, masking=False) for _ in range(RANKS)]
+    codecs = [DGCCodec(0.03, masking=False) for _ in range(RANKS)]
     sent, total = 0, 0
     for step, expected in enumerate(momentum_sgd(10, 0.9, False, None)):
         grads = gradients(step)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         sent, total = sent + grads[0]["matrix"].double(), total + torch.from_numpy(expected["matrix"])
     left = contract.mean_state(codecs, "residual", "matrix")
     assert left.abs().max() > 1e-2
@@ -133,17 +133,17 @@ def test_velocity_is_conserved_without_masking():
 
 
 def test_the_warm_up_is_the_papers():
-    codec = DGC(0.001, warmup=50)
+    codec = DGCCodec(0.001, warmup=50)
     found = [codec.density_at(step) for step in (0, 9, 10, 20, 30, 40, 50, 1000)]
     assert found == pytest.approx([0.2512, 0.2512, 0.0631, 0.01585, 0.00398, 0.001, 0.001, 0.001], rel=1e-2)
-    assert DGC(0.001).density_at(0) == 0.001
+    assert DGCCodec(0.001).density_at(0) == 0.001
 
 
 def test_what_travels():
     """Vectors whole, by one mean; of the matrices k entries."""
-    traffic = rehearse([DGC(0.01) for _ in range(RANKS)], gradients(0))
+    traffic = run_lockstep([DGCCodec(0.01) for _ in range(RANKS)], gradients(0))
     whole = sum(torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) < 2)
     entries = round(0.01 * (37 * 40 + 6 * 4 * 9))
-    assert len(traffic.stages) == DGC.stages
-    assert traffic.total("Mean") == 4 * whole
-    assert 4 * entries < traffic.total("Gather") < (4 + 2) * entries
+    assert len(traffic.stages) == DGCCodec.stages
+    assert traffic.total("all-reduce") == 4 * whole
+    assert 4 * entries < traffic.total("all-gather") < (4 + 2) * entries

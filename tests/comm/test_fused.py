@@ -11,17 +11,17 @@ import torch
 from sparse_ranks import RANKS, gradients
 
 from shoestring.comm.codecs import fused
-from shoestring.comm.codecs.dgc import DGC
-from shoestring.comm.codecs.fused import Sum
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.topk import TopK
+from shoestring.comm.codecs.dgc import DGCCodec
+from shoestring.comm.codecs.fused import WeightedSum
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.topk import TopKCodec
 
 VARIANTS = [
-    partial(TopK, 0.05),
-    partial(TopK, 0.05, how="sampled", wire="bf16"),
-    partial(TopK, 0.02, how="sampled", wire="int4", per_layer=True),
-    partial(DGC, 0.05, nesterov=True),
-    partial(DGC, 0.01, how="sampled", warmup=10, wire="bf16"),
+    partial(TopKCodec, 0.05),
+    partial(TopKCodec, 0.05, selection="sampled", wire="bf16"),
+    partial(TopKCodec, 0.02, selection="sampled", wire="int4", per_layer=True),
+    partial(DGCCodec, 0.05, nesterov=True),
+    partial(DGCCodec, 0.01, selection="sampled", warmup=10, wire="bf16"),
 ]
 
 
@@ -30,7 +30,7 @@ def fusing(monkeypatch) -> list[int]:
     """By the fused path, with what the kernel must do in its place; the numbers of entries that it took."""
     counts = []
 
-    def take(terms: Sum, threshold: torch.Tensor, room: int) -> fused.Taken:
+    def take(terms: WeightedSum, threshold: torch.Tensor, room: int) -> fused.Taken:
         taken = fused_kernel_checks.take_by_torch(terms, threshold, room)
         counts.append(len(taken.indices))
         return taken
@@ -50,7 +50,7 @@ def test_both_ways_select_deliver_and_owe_the_same(make, request):
             grads = gradients(step)
             for each in grads:
                 each["long"].fill_(step - 3.0)
-            rehearse(codecs, grads, step)
+            run_lockstep(codecs, grads, step)
             found += [each.clone() for each in grads[0].values()]
         return [*found, *(tensor for of_kind in codecs[1].state.values() for tensor in of_kind.values())]
 
@@ -72,5 +72,5 @@ def test_the_fused_path_keeps_the_contract(make, fusing):
 def test_a_threshold_that_lets_too_many_or_too_few_through_is_not_used(threshold, fusing):
     g, e, _ = fused_kernel_checks.drawn(1000, "cpu")
     M = g + e
-    assert fused.picked(Sum(g, e), 20, torch.tensor(threshold), largest=False) is None
+    assert fused.pick_entries(WeightedSum(g, e), 20, torch.tensor(threshold), largest=False) is None
     assert torch.equal(g, M)

@@ -16,7 +16,7 @@ from by_hand import Replicas, Weights, apart, copied, outer_step, train
 
 from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD, PowerSGD, SparseLoCo
-from shoestring.comm.local.outer_state import averaged
+from shoestring.comm.local.outer_state import average_weights
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.job import Job
@@ -232,8 +232,8 @@ def test_another_number_of_replicas_goes_on_from_their_mean(pool: Pool, tmp_path
 def test_the_mean_of_equal_weights_is_equal_to_them() -> None:
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     state = {"weight": weights, "count": torch.tensor(3)}
-    assert all(torch.equal(averaged([state] * n, 0, 1)["weight"], weights) for n in (2, 3, 5, 7))
-    assert averaged([state] * 3, 0, 1)["count"] == 3
+    assert all(torch.equal(average_weights([state] * n, 0, 1)["weight"], weights) for n in (2, 3, 5, 7))
+    assert average_weights([state] * 3, 0, 1)["count"] == 3
 
 
 # -- hosts of several ranks -------------------------------------------------------------------------------------------

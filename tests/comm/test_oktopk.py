@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.oktopk import OkTopK, boundaries
-from shoestring.comm.codecs.topk import TopK
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.oktopk import OkTopKCodec, balance_regions
+from shoestring.comm.codecs.topk import TopKCodec
 
 VARIANTS = [
-    partial(OkTopK, 0.05),
-    partial(OkTopK, 0.02, wire="bf16"),
-    partial(OkTopK, 0.5, slack=1.0),
-    partial(OkTopK, 0.0),
+    partial(OkTopKCodec, 0.05),
+    partial(OkTopKCodec, 0.02, wire="bf16"),
+    partial(OkTopKCodec, 0.5, slack=1.0),
+    partial(OkTopKCodec, 0.0),
 ]
 
 
@@ -51,8 +51,8 @@ class TestContract:
 def test_by_hand():
     """Two ranks, regions of two entries, one entry a rank and region."""
     grads = [{"w": torch.tensor([5.0, 1, 0, 4])}, {"w": torch.tensor([-4.0, 7, 2, 3])}]
-    codecs = [OkTopK(0.5, slack=1.0), OkTopK(0.5, slack=1.0)]
-    rehearse(codecs, grads)
+    codecs = [OkTopKCodec(0.5, slack=1.0), OkTopKCodec(0.5, slack=1.0)]
+    run_lockstep(codecs, grads)
     assert grads[0]["w"].tolist() == grads[1]["w"].tolist() == [0, 3.5, 0, 2]
     assert codecs[0].state["residual"]["w"].tolist() == [5, 1, 0, 0]  # 5 was sent, and not among the largest sums
     assert codecs[1].state["residual"]["w"].tolist() == [-4, 0, 2, 3]
@@ -60,15 +60,15 @@ def test_by_hand():
 
 def test_one_rank_is_top_k():
     mine, other = gradients(0, ranks=1), gradients(0, ranks=1)
-    rehearse([OkTopK(0.05)], mine)
-    rehearse([TopK(0.05)], other)
+    run_lockstep([OkTopKCodec(0.05)], mine)
+    run_lockstep([TopKCodec(0.05)], other)
     assert all(torch.equal(mine[0][name], other[0][name]) for name in mine[0])
 
 
 def test_at_density_one_it_is_the_average():
     grads = gradients(0)
     expected = mean(grads)
-    rehearse([OkTopK(1.0) for _ in grads], grads)
+    run_lockstep([OkTopKCodec(1.0) for _ in grads], grads)
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-6, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_at_density_one_it_is_the_average():
 )
 def test_boundaries_are_a_partition(sizes, ranks, data):
     hits = data.draw(st.lists(st.integers(0, 10**6), min_size=len(sizes), max_size=len(sizes)))
-    bounds = boundaries([hit if size else 0 for hit, size in zip(hits, sizes, strict=True)], sizes, ranks)
+    bounds = balance_regions([hit if size else 0 for hit, size in zip(hits, sizes, strict=True)], sizes, ranks)
     assert len(bounds) == ranks + 1
     assert bounds[0] == 0
     assert bounds[-1] == sum(sizes)
@@ -88,21 +88,21 @@ def test_boundaries_are_a_partition(sizes, ranks, data):
 
 
 def test_boundaries_share_the_hits():
-    assert boundaries([0, 0], [600, 600], 3) == [0, 400, 800, 1200]
-    bounds = boundaries([3200, 0], [1000, 9000], 2)
+    assert balance_regions([0, 0], [600, 600], 3) == [0, 400, 800, 1200]
+    bounds = balance_regions([3200, 0], [1000, 9000], 2)
     assert 500 < bounds[1] < 560  # half of what is in the first parameter, and a little for all the others
 
 
 def test_regions_adapt_to_layers_of_different_size():
     """Nearly all large entries are in a small layer: at first only its owner's share gets through."""
-    codecs, through = [OkTopK(0.02) for _ in range(4)], []
+    codecs, through = [OkTopKCodec(0.02) for _ in range(4)], []
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         grads = [
             {"low": torch.randn(9000, generator=generator), "high": 50 * torch.randn(1000, generator=generator)}
             for _ in codecs
         ]
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         through.append(int((grads[0]["high"] != 0).sum()))
     assert through[0] <= 50  # k / P
     assert min(through[2:]) > 150  # of k = 200
@@ -113,8 +113,8 @@ def test_bytes(ranks):
     """Less than the paper's 6 k (P - 1) / P words, and nearly independent of the ranks."""
     n, k = 400_000, 4000
     grads = [{"w": torch.randn(n, generator=torch.Generator().manual_seed(rank))} for rank in range(ranks)]
-    traffic = rehearse([OkTopK(k / n) for _ in range(ranks)], grads)
-    assert len(traffic.stages) == OkTopK.stages
+    traffic = run_lockstep([OkTopKCodec(k / n) for _ in range(ranks)], grads)
+    assert len(traffic.stages) == OkTopKCodec.stages
     sent = traffic.sent(ranks)
     assert sent < 0.6 * 4 * 6 * k * (ranks - 1) / ranks
     values = 4 * 2.25 * k * (ranks - 1) / ranks
@@ -124,7 +124,7 @@ def test_bytes(ranks):
 def test_what_a_message_has_no_room_for_is_the_least():
     """All three selected entries are in the first region, and room is for two."""
     grads = [{"w": torch.tensor([5.0, 7, 6, 0, 0, 1])} for _ in range(2)]
-    codecs = [OkTopK(0.5, slack=1.0) for _ in grads]
-    rehearse(codecs, grads)
+    codecs = [OkTopKCodec(0.5, slack=1.0) for _ in grads]
+    run_lockstep(codecs, grads)
     assert grads[0]["w"].tolist() == [0, 7, 6, 0, 0, 0]
     assert codecs[0].state["residual"]["w"].tolist() == [5, 0, 0, 0, 0, 1]

@@ -18,17 +18,17 @@ import choosing_ranks
 
 from shoestring.cli import main
 from shoestring.comm import Auto
-from shoestring.comm.auto import pricing
-from shoestring.comm.auto.deciding import Choice, Evidence, Seen, decided, doubt
-from shoestring.comm.auto.pricing import Cost
-from shoestring.comm.auto.probing import Coded, coded, fitted, separated
-from shoestring.comm.codecs.codec import Turn
-from shoestring.comm.codecs.dense import Dense
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.powersgd import PowerSGD
-from shoestring.comm.exchange.coordinator import dealt
-from shoestring.comm.selection.selective import Selective
-from shoestring.comm.settings.auto import exchange, parsed
+from shoestring.comm.auto import cost_model
+from shoestring.comm.auto.cost_model import CodecCost
+from shoestring.comm.auto.decision import Candidate, Measurements, RankMeasurements, decide, explain_spread
+from shoestring.comm.auto.probes import CodecTiming, fit_line, solve_slowdown, time_codec
+from shoestring.comm.codecs.codec import ExchangeContext
+from shoestring.comm.codecs.dense import DenseCodec
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.powersgd import PowerSGDCodec
+from shoestring.comm.exchange.coordinator import deal_cohorts
+from shoestring.comm.selection.selective import SelectiveCodec
+from shoestring.comm.settings.auto import parse_call, parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.trace import Trace
@@ -64,7 +64,7 @@ def cost(seconds=(0.0, 0.0), ratio=1.0, latency=(0.0, 0.0)):
     """A codec of one stage that sends `ratio` of the bytes; seconds for all 8 MB, spread evenly."""
     knots = np.array([0.0, 8 * MB])
     sums = np.array([[0.0, each] for each in seconds])
-    return Cost(knots, sums, {"all-reduce": np.array([[0.0, 8 * MB * ratio]])}, np.array(latency))
+    return CodecCost(knots, sums, {"all-reduce": np.array([[0.0, 8 * MB * ratio]])}, np.array(latency))
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ def cost(seconds=(0.0, 0.0), ratio=1.0, latency=(0.0, 0.0)):
 @given(st.floats(0, 0.1), st.floats(1e-9, 1e-6))
 def test_a_line_is_found_again(a, b):
     sizes = [1 << 10, 1 << 14, 1 << 18, 1 << 22]
-    found = fitted(sizes, [a + b * size for size in sizes])
+    found = fit_line(sizes, [a + b * size for size in sizes])
     assert found == (pytest.approx(a, rel=1e-3, abs=1e-9), pytest.approx(b, rel=1e-3))
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=1, max_size=6))
 def test_a_fit_is_never_negative(points):
-    a, b = fitted(*zip(*points, strict=True))
+    a, b = fit_line(*zip(*points, strict=True))
     assert a >= 0 and b > 0
 
 
@@ -87,14 +87,14 @@ def test_a_fit_is_never_negative(points):
 def test_hindrance_is_found_from_times_side_by_side(one, other, slows_one, slows_other):
     both = min(one * slows_one, other * slows_other)
     beside = [both + alone - both / factor for alone, factor in ((one, slows_one), (other, slows_other))]
-    found = separated(one, other, *beside)
+    found = solve_slowdown(one, other, *beside)
     assert found == {"one": pytest.approx(slows_one), "other": pytest.approx(slows_other)}
 
 
 def test_a_codec_is_timed_without_touching_the_gradients():
     grads = {"a": torch.randn(16, 8), "b": torch.randn(16)}
     before = {name: grad.clone() for name, grad in grads.items()}
-    found = coded(lambda: PowerSGD(2), grads, Turn(1, 4, 0))
+    found = time_codec(lambda: PowerSGDCodec(2), grads, ExchangeContext(1, 4, 0))
     assert len(found.seconds) == len(found.nbytes) + 1 == 3
     assert all(seconds > 0 for seconds in found.seconds)
     assert found.nbytes == ({"all-reduce": 4 * (16 * 2 + 16)}, {"all-reduce": 4 * 8 * 2})
@@ -102,8 +102,8 @@ def test_a_codec_is_timed_without_touching_the_gradients():
 
 
 def test_costs_add_up_over_neighbouring_pieces():
-    pieces = [Coded((0.2, 0.3), ({"all-reduce": 10},)), Coded((0.4, 0.6), ({"all-reduce": 20},))]
-    found = Cost.of([100, 200], pieces, Coded((0.6, 0.9), ({"all-reduce": 30},)))
+    pieces = [CodecTiming((0.2, 0.3), ({"all-reduce": 10},)), CodecTiming((0.4, 0.6), ({"all-reduce": 20},))]
+    found = CodecCost.fit([100, 200], pieces, CodecTiming((0.6, 0.9), ({"all-reduce": 30},)))
     assert found.computing(0, 300) == pytest.approx([0.6, 0.9], rel=1e-6)
     assert found.computing(0, 100) == pytest.approx([0.2, 0.3], rel=1e-6)
     assert found.sending(0, 100, 300) == {"all-reduce": pytest.approx(20)}
@@ -111,8 +111,11 @@ def test_costs_add_up_over_neighbouring_pieces():
 
 
 def test_pieces_may_need_fewer_stages_than_others():
-    pieces = [Coded((0.1, 0.1), ({"all-reduce": 8},)), Coded((0.1, 0.1, 0.1), ({"all-reduce": 4}, {"all-gather": 2}))]
-    found = Cost.of([100, 100], pieces, Coded((0.2, 0.2, 0.1), ({"all-reduce": 12}, {"all-gather": 2})))
+    pieces = [
+        CodecTiming((0.1, 0.1), ({"all-reduce": 8},)),
+        CodecTiming((0.1, 0.1, 0.1), ({"all-reduce": 4}, {"all-gather": 2})),
+    ]
+    found = CodecCost.fit([100, 100], pieces, CodecTiming((0.2, 0.2, 0.1), ({"all-reduce": 12}, {"all-gather": 2})))
     assert found.sending(1, 0, 100) == {}
     assert found.sending(1, 100, 200) == {"all-gather": pytest.approx(2)}
 
@@ -121,34 +124,36 @@ def test_pieces_may_need_fewer_stages_than_others():
 
 
 def test_one_bucket_hides_nothing():
-    predicted = pricing.DDP(DATA, 25 * MB).predict(step(), cluster(16 * MB, latency=0.01))
+    predicted = cost_model.PricedDDP(DATA, 25 * MB).predict(step(), cluster(16 * MB, latency=0.01))
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.01 + 0.5 + 0.05)
 
 
 def test_buckets_travel_while_the_backward_pass_goes_on():
     # Each bucket of 2 MB takes 0.125 s on the wire, less than the 0.2 s until the next one: only the last is seen.
-    predicted = pricing.DDP(DATA, 2 * MB).predict(step(), cluster(16 * MB))
+    predicted = cost_model.PricedDDP(DATA, 2 * MB).predict(step(), cluster(16 * MB))
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.125 + 0.05)
 
 
 def test_a_slow_link_works_from_the_first_bucket_on():
-    predicted = pricing.DDP(DATA, 2 * MB).predict(step(), cluster(1 * MB))
+    predicted = cost_model.PricedDDP(DATA, 2 * MB).predict(step(), cluster(1 * MB))
     assert makespan(predicted) == pytest.approx(0.1 + 0.2 + 8 + 0.05)
 
 
 def test_an_exchange_codes_sends_and_codes_again():
-    plan = pricing.Exchange(DATA, (cost((0.08, 0.16), ratio=0.5),), dealt(SIZES, 2), channels=1, bucket=MB)
+    plan = cost_model.PricedExchange(
+        DATA, (cost((0.08, 0.16), ratio=0.5),), deal_cohorts(SIZES, 2), channels=1, bucket=MB
+    )
     # The second half: ready at 0.9, 0.04 s of coding, 2 MB at 16 MB/s, 0.08 s of coding.
     assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.04 + 0.125 + 0.08 + 0.05)
 
 
 def test_without_buckets_everything_follows_the_backward_pass():
-    plan = pricing.Exchange(DATA, (cost(),), dealt(SIZES, 4), channels=1, bucket=0)
+    plan = cost_model.PricedExchange(DATA, (cost(),), deal_cohorts(SIZES, 4), channels=1, bucket=0)
     assert makespan(plan.predict(step(), cluster(16 * MB))) == pytest.approx(0.9 + 0.5 + 0.05)
 
 
 def test_shared_cores_make_hidden_work_dear():
-    plan = pricing.Exchange(DATA, (cost((0.0, 0.4)),), dealt(SIZES, 2), channels=1, bucket=MB)
+    plan = cost_model.PricedExchange(DATA, (cost((0.0, 0.4)),), deal_cohorts(SIZES, 2), channels=1, bucket=MB)
     alone = makespan(plan.predict(step(), cluster(1e15)))
     shared = makespan(plan.predict(step(), cluster(1e15, **{"compute beside compute": 2.0})))
     assert alone == pytest.approx(0.9 + 0.2 + 0.05)  # one half of the coding is hidden
@@ -161,17 +166,19 @@ def test_shared_cores_make_hidden_work_dear():
 def evidence(bandwidth, layer=0.1, coding=0.02, ratio=1 / 100, latency=1e-4):
     marks = {"forward": 0.1, "end": 0.1 + 8 * layer}
     marks |= {name: 0.1 + (at + 1) * layer for at, name in enumerate(ORDER)}
-    dense = [Coded((1e-6, 1e-6), ({"all-reduce": n},)) for n in (*SIZES.values(), 8 * MB)]
-    small = [Coded((n * coding / 8 / MB,) * 2, ({"all-reduce": int(n * ratio)},)) for n in (*SIZES.values(), 8 * MB)]
-    seen = Seen(marks=marks, coded={"dense": dense, "powersgd(rank=4)": small}, slowdown={})
+    dense = [CodecTiming((1e-6, 1e-6), ({"all-reduce": n},)) for n in (*SIZES.values(), 8 * MB)]
+    small = [
+        CodecTiming((n * coding / 8 / MB,) * 2, ({"all-reduce": int(n * ratio)},)) for n in (*SIZES.values(), 8 * MB)
+    ]
+    seen = RankMeasurements(marks=marks, coded={"dense": dense, "powersgd(rank=4)": small}, slowdown={})
     links = cluster(bandwidth, latency).collectives
-    return Evidence(
+    return Measurements(
         sizes=SIZES, arrival=ORDER, pieces=[MB] * 8, links=links, ranks=[seen] * 4, bucket=25 << 20, lanes=2
     )
 
 
 def test_a_fast_link_keeps_ddp():
-    plan, choice = decided(evidence(1e11))
+    plan, choice = decide(evidence(1e11))
     assert plan.choice == "DDP" and not choice.codec and choice.bucket == 25 << 20
     assert "more than 5% faster" in plan.reason
 
@@ -186,7 +193,7 @@ def test_a_fast_link_keeps_ddp():
 def test_a_prediction_from_passes_of_very_unequal_length_says_so(passes, words):
     found = evidence(1e11)
     found = replace(found, ranks=[replace(found.ranks[0], passes=each) for each in passes])
-    assert (words in doubt(found)) if words else not doubt(found)
+    assert (words in explain_spread(found)) if words else not explain_spread(found)
 
 
 def test_a_trial_counts_neither_as_a_step_nor_in_the_first_rates(pool):
@@ -197,13 +204,13 @@ def test_a_trial_counts_neither_as_a_step_nor_in_the_first_rates(pool):
 
 
 def test_a_slow_link_compresses_everything():
-    plan, choice = decided(evidence(MB))
+    plan, choice = decide(evidence(MB))
     assert choice.codec == "powersgd(rank=4)" and not choice.whole
     assert plan.seconds < plan.predicted["DDP"] / 5
 
 
 def test_between_them_what_travels_in_time_stays_whole():
-    plan, choice = decided(evidence(12 * MB))
+    plan, choice = decide(evidence(12 * MB))
     assert choice.codec == "powersgd(rank=4)"
     assert choice.whole == tuple(ORDER)[: len(choice.whole)] and 0 < len(choice.whole) < 8
     assert plan.seconds <= min(plan.predicted.values()) * 1.051
@@ -212,7 +219,7 @@ def test_between_them_what_travels_in_time_stays_whole():
 def test_without_leave_to_compress_only_sizes_of_buckets_change():
     found = evidence(10 * MB)
     exact = replace(found, ranks=[replace(s, coded={"dense": s.coded["dense"]}) for s in found.ranks])
-    plan, choice = decided(exact)
+    plan, choice = decide(exact)
     assert choice.codec in ("", "dense") and choice.bucket < 8 * MB
     assert plan.seconds < plan.predicted["DDP"]
 
@@ -220,7 +227,9 @@ def test_without_leave_to_compress_only_sizes_of_buckets_change():
 def test_a_torus_pays_inside_hosts_and_sends_less_between_them():
     inner = Collective(kind="all-reduce", over=("local",), ranks=2, latency=0.0, bandwidth=80 * MB)
     outer = Collective(kind="all-reduce", over=("hosts",), ranks=2, latency=0.0, bandwidth=8 * MB)
-    plan = pricing.Exchange(("hosts",), (cost(),), dealt(SIZES, 1), channels=1, bucket=MB, inner=("local",), shard=2)
+    plan = cost_model.PricedExchange(
+        ("hosts",), (cost(),), deal_cohorts(SIZES, 1), channels=1, bucket=MB, inner=("local",), shard=2
+    )
     assert makespan(plan.predict(step(), Cluster(collectives=(inner, outer)))) == pytest.approx(0.9 + 0.1 + 0.5 + 0.05)
 
 
@@ -228,8 +237,8 @@ def test_a_torus_pays_inside_hosts_and_sends_less_between_them():
 
 
 def test_codecs_are_written_as_calls():
-    assert parsed("powersgd(rank=4, wire='bf16')") == ("powersgd", {"rank": 4, "wire": "bf16"})
-    assert exchange("powersgd(rank=7)").rank == 7  # pyright: ignore[reportAttributeAccessIssue]
+    assert parse_call("powersgd(rank=4, wire='bf16')") == ("powersgd", {"rank": 4, "wire": "bf16"})
+    assert parse_exchange("powersgd(rank=7)").rank == 7  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_codecs_are_written_as_calls():
 )
 def test_wrong_calls_say_what_is_near(call, words):
     with pytest.raises(ConfigError) as caught:
-        exchange(call)
+        parse_exchange(call)
     assert words in str(caught.value)
 
 
@@ -259,23 +268,23 @@ def test_chosen_parameters_travel_whole_and_others_as_the_codec_does_it():
     ]
     alone = [{"b.weight": each["b.weight"].clone(), "b.bias": each["b.bias"].clone()} for each in grads]
     mean = torch.stack([each["a.weight"] for each in grads]).mean(0)
-    ours = [Selective(PowerSGD(2, seed=5), ("a.*",)) for _ in grads]
-    theirs = [PowerSGD(2, seed=5) for _ in grads]
-    traffic, reference = rehearse(ours, grads), rehearse(theirs, alone)
-    assert len(traffic.stages) == 2 and traffic.total("Mean") == reference.total("Mean") + mean.nbytes
+    ours = [SelectiveCodec(PowerSGDCodec(2, seed=5), ("a.*",)) for _ in grads]
+    theirs = [PowerSGDCodec(2, seed=5) for _ in grads]
+    traffic, reference = run_lockstep(ours, grads), run_lockstep(theirs, alone)
+    assert len(traffic.stages) == 2 and traffic.total("all-reduce") == reference.total("all-reduce") + mean.nbytes
     for mine, other in zip(grads, alone, strict=True):
         assert torch.allclose(mine["a.weight"], mean)
         assert all(torch.equal(mine[name], other[name]) for name in other)
-    again = Selective(PowerSGD(2, seed=5), ("a.*",))
+    again = SelectiveCodec(PowerSGDCodec(2, seed=5), ("a.*",))
     again.load_state_dict(ours[0].state_dict())
     assert again.norm("residual") == theirs[0].norm("residual") > 0
 
 
 def test_all_whole_is_dense():
     grads = [{"a": torch.full((3,), float(rank))} for rank in range(2)]
-    rehearse([Selective(PowerSGD(2), ("*",)) for _ in grads], grads)
+    run_lockstep([SelectiveCodec(PowerSGDCodec(2), ("*",)) for _ in grads], grads)
     other = [{"a": torch.full((3,), float(rank))} for rank in range(2)]
-    rehearse([Dense() for _ in other], other)
+    run_lockstep([DenseCodec() for _ in other], other)
     assert torch.equal(grads[0]["a"], other[0]["a"])
 
 
@@ -301,7 +310,7 @@ def test_ddp_forms_buckets_anew(pool):
 
 
 def test_ddp_as_it_is_has_no_hook(pool):
-    for found in pool.call(choosing_ranks.steps, choice=vars(Choice("", 1, 1, 25 << 20))):
+    for found in pool.call(choosing_ranks.steps, choice=vars(Candidate("", 1, 1, 25 << 20))):
         assert not found["hooked"]
 
 
@@ -314,7 +323,7 @@ def test_a_measured_choice_is_said_and_priced(pool):
 
 
 def test_a_chosen_codec_is_that_codec(pool):
-    choice = Choice("powersgd(rank=2)", 1, 1, 25 << 20)
+    choice = Candidate("powersgd(rank=2)", 1, 1, 25 << 20)
     one, other = pool.call(choosing_ranks.steps, choice=vars(choice))
     assert one["hooked"] and one["digest"] == other["digest"]
 

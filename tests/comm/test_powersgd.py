@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoestring.comm.codecs.codec import Grads
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.powersgd import PowerSGD, orthogonalise
+from shoestring.comm.codecs.codec import Grads, advance
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.powersgd import PowerSGDCodec, orthogonalise
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (10, 40), "bias": (16,), "conv": (12, 4, 3, 3)}
 RANKS = 3
@@ -26,20 +26,20 @@ def copies(grads: list[Grads]) -> list[Grads]:
     return [{name: grad.clone() for name, grad in each.items()} for each in grads]
 
 
-def residuals(codecs: list[PowerSGD], name: str) -> torch.Tensor:
+def residuals(codecs: list[PowerSGDCodec], name: str) -> torch.Tensor:
     return torch.stack([codec.state["residual"][name] for codec in codecs]).mean(0)
 
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_conserves_what_it_does_not_send(alternate):
-    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]
     sent, owed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, gradients(0)
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(6):
         owed = gradients(step)
         for name, grad in mean(owed).items():
             total[name] += grad
-        rehearse(codecs, owed, step)
+        run_lockstep(codecs, owed, step)
         for name in SHAPES:
             sent[name] += owed[0][name]
     for name, shape in SHAPES.items():
@@ -50,20 +50,20 @@ def test_conserves_what_it_does_not_send(alternate):
 @pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replicas_are_equal_bit_by_bit(alternate, dtype):
-    codecs = [PowerSGD(2, alternate=alternate, dtype=dtype, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, alternate=alternate, dtype=dtype, least=1) for _ in range(RANKS)]
     for step in range(5):
         grads = gradients(step)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             assert all(torch.equal(grads[0][name], each[name]) for each in grads)
 
 
 def test_full_rank_is_the_average():
-    codecs = [PowerSGD(16, least=0.1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(16, least=0.1) for _ in range(RANKS)]
     for step in range(3):
         grads = gradients(step)
         expected = mean(grads)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in ("a", "bias"):
             torch.testing.assert_close(grads[0][name], expected[name], rtol=1e-4, atol=1e-4)
 
@@ -71,7 +71,7 @@ def test_full_rank_is_the_average():
 def test_is_the_iteration_of_the_paper():
     """One matrix, fp64, with the projection residual: P = orth(mean(M Q)), Q = mean(Mᵀ P), e = M - P (Mᵀ P)ᵀ."""
     shapes, rank = {"a": (24, 16)}, 2
-    codecs = [PowerSGD(rank, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(rank, least=1) for _ in range(RANKS)]
     Q, e = None, [torch.zeros(24, 16, dtype=torch.float64)] * RANKS
     for step in range(4):
         grads = gradients(step, shapes)
@@ -83,14 +83,14 @@ def test_is_the_iteration_of_the_paper():
         P = torch.linalg.qr(torch.stack([each @ Q for each in M]).mean(0))[0]
         e = [each - P @ (each.T @ P).T for each in M]
         Q = torch.stack([each.T @ P for each in M]).mean(0)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         torch.testing.assert_close(grads[0]["a"].double(), P @ Q.T, rtol=1e-4, atol=1e-4)
 
 
 def test_alternating_halves_are_those_of_the_formulas():
     """One matrix, fp64: P = mean(M Q), e = M - M Q Qᵀ of this rank's own M; then the same of Mᵀ with P's columns."""
     shapes = {"a": (24, 16)}
-    codecs = [PowerSGD(2, least=1, alternate=True) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, least=1, alternate=True) for _ in range(RANKS)]
     first = codecs[0]._matrix("a", torch.zeros(24, 16)).Qt
     assert first is not None
     basis, e = first.T.double(), [torch.zeros(24, 16, dtype=torch.float64)] * RANKS
@@ -106,7 +106,7 @@ def test_alternating_halves_are_those_of_the_formulas():
         if step % 2:
             average, e = average.T, [each.T for each in left]
         basis = mean_
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         torch.testing.assert_close(grads[0]["a"].double(), average, rtol=1e-4, atol=1e-4)
         for codec, expected in zip(codecs, e, strict=True):
             torch.testing.assert_close(codec.state["residual"]["a"].double(), expected, rtol=1e-4, atol=1e-4)
@@ -117,24 +117,24 @@ def test_finds_the_low_rank_that_is_there(alternate):
     """Of gradients whose mean has rank 2, nothing is left after a few equal steps."""
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(24, 2, generator=generator) @ torch.randn(2, 16, generator=generator)
-    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]
     for step in range(8):
         grads = [{"a": low.clone()} for _ in range(RANKS)]
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
     assert residuals(codecs, "a").norm() < 1e-3 * low.norm()
 
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_giving_up_leaves_what_was(alternate):
-    from shoestring.comm.codecs.codec import Turn
+    from shoestring.comm.codecs.codec import ExchangeContext
 
-    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]
     for step in range(3):
-        rehearse(codecs, gradients(step), step)
+        run_lockstep(codecs, gradients(step), step)
     before = codecs[1].state_dict()
     before = {kind: {name: tensor.clone() for name, tensor in of.items()} for kind, of in before.items()}
-    coding = codecs[1].code(gradients(9)[1], Turn(1, RANKS, 3))
-    next(coding)
+    coding = codecs[1].code(gradients(9)[1], ExchangeContext(1, RANKS, 3))
+    advance(coding)
     coding.close()
     for kind, of_kind in before.items():
         assert of_kind.keys() == codecs[1].state[kind].keys()
@@ -143,12 +143,12 @@ def test_giving_up_leaves_what_was(alternate):
 
 
 def test_bytes_are_those_of_the_factors():
-    codecs = [PowerSGD(2, least=1) for _ in range(RANKS)]
-    traffic = rehearse(codecs, gradients(0))
+    codecs = [PowerSGDCodec(2, least=1) for _ in range(RANKS)]
+    traffic = run_lockstep(codecs, gradients(0))
     low = 2 * sum(n + m for n, m in ((24, 16), (24, 16), (10, 40), (12, 36)))
-    assert traffic.total("Mean") == 4 * (low + 16)
+    assert traffic.total("all-reduce") == 4 * (low + 16)
     assert len(traffic.stages) == 2
-    assert len(rehearse([PowerSGD(2, alternate=True) for _ in range(RANKS)], gradients(0)).stages) == 1
+    assert len(run_lockstep([PowerSGDCodec(2, alternate=True) for _ in range(RANKS)], gradients(0)).stages) == 1
 
 
 def test_orthogonalise_takes_matrices_of_lower_rank():
@@ -162,10 +162,10 @@ def test_orthogonalise_takes_matrices_of_lower_rank():
 
 
 def test_merging_conserves_the_mean_residual():
-    codecs = [PowerSGD(2, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, least=1) for _ in range(RANKS)]
     for step in range(3):
-        rehearse(codecs, gradients(step), step)
-    merged = codecs[0].merged([codec.state_dict() for codec in codecs])
+        run_lockstep(codecs, gradients(step), step)
+    merged = codecs[0].merge_states([codec.state_dict() for codec in codecs])
     torch.testing.assert_close(merged["residual"]["a"], residuals(codecs, "a"))
     assert torch.equal(merged["Qt"]["a"], codecs[2].state["Qt"]["a"])
 
@@ -174,15 +174,15 @@ def test_merging_conserves_the_mean_residual():
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_a_resumed_run_may_have_another_rank(alternate, rank):
     """What is left of the basis is kept: matrices of the newly chosen rank travel, and nothing is lost."""
-    codecs = [PowerSGD(2, alternate=alternate, least=1) for _ in range(RANKS)]
+    codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]
     for step in range(3):
-        rehearse(codecs, gradients(step), step)
-    others = [PowerSGD(rank, alternate=alternate, least=1) for _ in range(RANKS)]
+        run_lockstep(codecs, gradients(step), step)
+    others = [PowerSGDCodec(rank, alternate=alternate, least=1) for _ in range(RANKS)]
     for codec, other in zip(codecs, others, strict=True):
         other.load_state_dict(codec.state_dict())
     grads, before = gradients(3), residuals(codecs, "a")
     total = mean(grads)["a"] + before
-    rehearse(others, grads, 3)
+    run_lockstep(others, grads, 3)
     assert (
         min(
             others[0].state[kind]["a"].shape[axis]

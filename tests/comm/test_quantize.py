@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.comm.codecs.buckets import Layout
-from shoestring.comm.codecs.codec import Grads, Turn
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.quantize import Quantize, add_noise_
+from shoestring.comm.codecs.buckets import BucketLayout
+from shoestring.comm.codecs.codec import ExchangeContext, Grads, advance
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.quantize import QuantizeCodec, add_noise_
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
 RANKS = 3
@@ -31,7 +31,7 @@ def mean(grads: list[Grads]) -> Grads:
 
 
 def test_a_bucket_never_crosses_parameters():
-    layout = Layout([torch.randn(5), torch.randn(9), torch.randn(8)], rows=2, bucket=4)
+    layout = BucketLayout([torch.randn(5), torch.randn(9), torch.randn(8)], rows=2, bucket=4)
     assert (layout.rows, layout.buckets) == (2, 4)
     assert layout.entries().flatten().tolist() == [4, 1, 4, 4, 1, 4, 4, 4]  # the last one belongs to nobody
     (whole,) = layout.parts(step=100)
@@ -48,7 +48,7 @@ def test_a_bucket_never_crosses_parameters():
 @settings(max_examples=60, deadline=None)
 def test_parts_are_the_whole_and_what_is_written_is_read(sizes, rows, bucket, step):
     flats, more = ([torch.randn(size).to(dtype) for size in sizes] for dtype in (torch.bfloat16, torch.float32))
-    layout = Layout(flats, rows, bucket)
+    layout = BucketLayout(flats, rows, bucket)
     (whole,) = layout.parts(step=10**6)
     sums = whole.read([flats, more])
     padded = [torch.cat([one + other, torch.zeros(-len(one) % bucket)]) for one, other in zip(flats, more, strict=True)]
@@ -71,11 +71,11 @@ def test_blocks_do_not_change_what_comes_out(rounding, monkeypatch):
     found: list[list[torch.Tensor]] = []
     for block in (64, 2**20):
         monkeypatch.setattr("shoestring.comm.codecs.buckets.BLOCK", block)
-        codecs = [Quantize(4, bucket=7, rounding=rounding, feedback=True) for _ in range(RANKS)]
+        codecs = [QuantizeCodec(4, bucket=7, rounding=rounding, feedback=True) for _ in range(RANKS)]
         grads = gradients(0)
         for step in range(3):
             grads = gradients(step)
-            rehearse(codecs, grads, step)
+            run_lockstep(codecs, grads, step)
         found.append([*grads[0].values(), *codecs[1].state["residual"].values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -85,10 +85,10 @@ def test_stochastic_rounding_is_unbiased(bits):
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors."""
     truth, trials = mean(gradients(0)), 250
     first, second = torch.zeros(SHAPES["matrix"]), torch.zeros(SHAPES["matrix"])
-    codecs = [Quantize(bits, bucket=64) for _ in range(RANKS)]
+    codecs = [QuantizeCodec(bits, bucket=64) for _ in range(RANKS)]
     for step in range(trials):
         grads = gradients(0)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         error = grads[0]["matrix"] - truth["matrix"]
         first += error / trials
         second += error**2 / trials
@@ -103,7 +103,7 @@ def test_stochastic_rounding_is_unbiased(bits):
 def test_nearest_rounding_errs_at_most_half_a_step_at_each_end(bits):
     grads = gradients(1)
     truth, largest = mean(grads), max(float(g.abs().max()) for each in grads for g in each.values())
-    rehearse([Quantize(bits, rounding="nearest") for _ in range(RANKS)], grads)
+    run_lockstep([QuantizeCodec(bits, rounding="nearest") for _ in range(RANKS)], grads)
     step = largest / (2 ** (bits - 1) - 1)
     for name, grad in grads[0].items():
         assert (grad - truth[name]).abs().max() <= step * 1.0001
@@ -118,7 +118,7 @@ def test_nearest_rounding_contracts(bits, seed, scale):
     """‖x - C(x)‖² <= ‖x‖² - max x² in each bucket: no entry errs by more than itself, and the largest is exact."""
     grads = {"x": torch.randn(700, generator=torch.Generator().manual_seed(seed)) ** 3 * scale}
     x = grads["x"].clone()
-    rehearse([Quantize(bits, rounding="nearest")], [grads])
+    run_lockstep([QuantizeCodec(bits, rounding="nearest")], [grads])
     left, whole = (x.double() - grads["x"].double()) ** 2, x.double() ** 2
     for errors, squares in zip(left.split(512), whole.split(512), strict=True):
         assert errors.sum() <= squares.sum() - squares.max() * (1 - 1e-5)
@@ -127,13 +127,13 @@ def test_nearest_rounding_contracts(bits, seed, scale):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_conserves_what_it_does_not_send(bits, rounding):
-    codecs = [Quantize(bits, bucket=32, rounding=rounding, feedback=True) for _ in range(RANKS)]
+    codecs = [QuantizeCodec(bits, bucket=32, rounding=rounding, feedback=True) for _ in range(RANKS)]
     sent, total = mean([{n: torch.zeros(s) for n, s in SHAPES.items()}]), {n: torch.zeros(s) for n, s in SHAPES.items()}
     for step in range(8):
         grads = gradients(step)
         for name, grad in mean(grads).items():
             total[name] += grad
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             sent[name] += grads[0][name]
     for name in SHAPES:
@@ -144,20 +144,20 @@ def test_conserves_what_it_does_not_send(bits, rounding):
 
 def test_the_residual_stays_small():
     """Each step adds a new gradient and takes most of it away; both compressions' errors are in it."""
-    codecs = [Quantize(4, rounding="nearest", feedback=True) for _ in range(8)]
+    codecs = [QuantizeCodec(4, rounding="nearest", feedback=True) for _ in range(8)]
     norms = []
     for step in range(60):
-        rehearse(codecs, gradients(step, ranks=8), step)
+        run_lockstep(codecs, gradients(step, ranks=8), step)
         norms.append(max(codec.norm("residual") for codec in codecs))
     assert max(norms[30:]) < 1.2 * max(norms[10:30])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replicas_are_equal_bit_by_bit(dtype):
-    codecs = [Quantize(8, bucket=64, feedback=True) for _ in range(RANKS)]
+    codecs = [QuantizeCodec(8, bucket=64, feedback=True) for _ in range(RANKS)]
     for step in range(50):
         grads = gradients(step, dtype=dtype)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             assert all(torch.equal(grads[0][name], each[name]) for each in grads)
 
@@ -167,7 +167,7 @@ def test_zeros_stay_zeros():
     for each in grads:
         each["matrix"][5] = 0
         each["bias"].zero_()
-    rehearse([Quantize(4, bucket=64) for _ in range(RANKS)], grads)
+    run_lockstep([QuantizeCodec(4, bucket=64) for _ in range(RANKS)], grads)
     assert not grads[0]["matrix"][5].any()
     assert not grads[0]["bias"].any()
     assert grads[0]["matrix"][6].any()
@@ -178,10 +178,10 @@ def test_bytes(bits, ranks):
     """bits / 8 and one fp32 scale for each bucket of 512, both ways round a ring, and one number for each pair."""
     n = ranks * 2048
     grads = [{"w": torch.randn(n)} for _ in range(ranks)]
-    traffic = rehearse([Quantize(bits) for _ in range(ranks)], grads)
+    traffic = run_lockstep([QuantizeCodec(bits) for _ in range(ranks)], grads)
     encoded = n * bits / 8 + n / 512 * 4
     assert traffic.sent(ranks) == 2 * (ranks - 1) / ranks * encoded + (ranks - 1) * 4
-    assert len(traffic.stages) == Quantize.stages
+    assert len(traffic.stages) == QuantizeCodec.stages
     if bits == 8:
         assert encoded / n < 1.016
 
@@ -189,18 +189,19 @@ def test_bytes(bits, ranks):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_what_is_not_finite_shows_on_every_rank_before_anything_is_kept(value, rank):
-    codecs = [Quantize(8, bucket=64, rounding="nearest", feedback=True) for _ in range(RANKS)]
-    rehearse(codecs, gradients(0))
+    codecs = [QuantizeCodec(8, bucket=64, rounding="nearest", feedback=True) for _ in range(RANKS)]
+    run_lockstep(codecs, gradients(0))
     before = {name: tensor.clone() for name, tensor in codecs[0].state["residual"].items()}
-    coding = codecs[0].code(gradients(1)[0], Turn(0, RANKS, 1))
-    next(coding)
+    coding = codecs[0].code(gradients(1)[0], ExchangeContext(0, RANKS, 1))
+    advance(coding)
     coding.close()
     assert all(torch.equal(before[name], tensor) for name, tensor in codecs[0].state["residual"].items())
 
     grads = gradients(1)
     grads[rank]["long"][1000] = value  # in the part of the last rank alone
     asked = [
-        next(codec.code(each, Turn(r, RANKS, 1))) for r, (codec, each) in enumerate(zip(codecs, grads, strict=True))
+        advance(codec.code(each, ExchangeContext(r, RANKS, 1)))
+        for r, (codec, each) in enumerate(zip(codecs, grads, strict=True))
     ]
     for reader in range(RANKS):
         answers = [torch.stack([requests[i].tensor[reader] for requests in asked]) for i in range(len(asked[0]))]
@@ -212,7 +213,7 @@ def test_errors_of_one_rank_reach_half_a_step():
     grads = {"x": torch.rand(5000, generator=torch.Generator().manual_seed(0)) * 2 - 1}
     grads["x"][::512] = 1.0
     x = grads["x"].clone()
-    rehearse([Quantize(8, rounding="nearest")], [grads])
+    run_lockstep([QuantizeCodec(8, rounding="nearest")], [grads])
     assert 0.499 < float((x - grads["x"]).abs().max()) * 127 < 0.5001
 
 
@@ -226,19 +227,19 @@ def test_noise_leaves_whole_numbers_as_they_are():
 
 
 def test_nothing_to_send():
-    rehearse([Quantize(8) for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
+    run_lockstep([QuantizeCodec(8) for _ in range(2)], [{"none": torch.zeros(0, 4)} for _ in range(2)])
 
 
 def test_merged_conserves_the_residual():
-    codecs = [Quantize(4, rounding="nearest", feedback=True) for _ in range(RANKS)]
-    rehearse(codecs, gradients(0))
+    codecs = [QuantizeCodec(4, rounding="nearest", feedback=True) for _ in range(RANKS)]
+    run_lockstep(codecs, gradients(0))
     owed = torch.stack([codec.state["residual"]["matrix"] for codec in codecs]).mean(0)
-    state = codecs[0].merged([codec.state_dict() for codec in codecs])
-    fewer = [Quantize(4, rounding="nearest", feedback=True) for _ in range(2)]
+    state = codecs[0].merge_states([codec.state_dict() for codec in codecs])
+    fewer = [QuantizeCodec(4, rounding="nearest", feedback=True) for _ in range(2)]
     for codec in fewer:
         codec.load_state_dict(state)
     grads = gradients(1, ranks=2)
     total = mean(grads)["matrix"] + owed
-    rehearse(fewer, grads, 1)
+    run_lockstep(fewer, grads, 1)
     left = torch.stack([codec.state["residual"]["matrix"] for codec in fewer]).mean(0)
     torch.testing.assert_close(grads[0]["matrix"] + left, total, rtol=1e-5, atol=1e-5)

@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import RANKS, SHAPES, gradients, mean
 
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.randomk import RandomK
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.randomk import RandomKCodec
 
 CPU = torch.device("cpu")
-VARIANTS = [partial(RandomK, 0.05), partial(RandomK, 0.3, block=1), partial(RandomK, 0.1, block=64, seed=3)]
+VARIANTS = [
+    partial(RandomKCodec, 0.05),
+    partial(RandomKCodec, 0.3, block=1),
+    partial(RandomKCodec, 0.1, block=64, seed=3),
+]
 
 
 @pytest.mark.parametrize("make", VARIANTS)
@@ -47,7 +51,7 @@ class TestContract:
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), block=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_draws_distinct_entries_in_whole_blocks(n, density, block, seed):
-    found = RandomK(density, block=block).drawn(n, seed, CPU)
+    found = RandomKCodec(density, block=block).drawn(n, seed, CPU)
     assert len(found.unique()) == len(found) <= max(density * n + block, block)
     assert found.min() >= 0
     assert found.max() < n
@@ -58,7 +62,7 @@ def test_draws_distinct_entries_in_whole_blocks(n, density, block, seed):
 @pytest.mark.parametrize(("n", "density", "block"), [(103, 0.3, 4), (50, 0.1, 1), (64, 0.6, 16)])
 def test_every_entry_is_as_likely(n, density, block):
     """Counts of 4000 draws, within 5 standard deviations of a binomial."""
-    codec, trials, counts = RandomK(density, block=block), 4000, torch.zeros(n)
+    codec, trials, counts = RandomKCodec(density, block=block), 4000, torch.zeros(n)
     for seed in range(trials):
         counts[codec.drawn(n, seed, CPU)] += 1
     p = len(codec.drawn(n, 0, CPU)) / n
@@ -67,12 +71,12 @@ def test_every_entry_is_as_likely(n, density, block):
 
 def test_without_feedback_it_is_unbiased():
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors; no state."""
-    codecs, trials = [RandomK(0.25, feedback=False) for _ in range(RANKS)], 600
+    codecs, trials = [RandomKCodec(0.25, feedback=False) for _ in range(RANKS)], 600
     truth = mean(gradients(0))["matrix"]
     first, second = torch.zeros_like(truth), torch.zeros_like(truth)
     for step in range(trials):
         grads = gradients(0)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         error = grads[0]["matrix"].double() - truth
         first += error / trials
         second += error**2 / trials
@@ -84,7 +88,7 @@ def test_without_feedback_it_is_unbiased():
 def test_draws_anew_at_every_step_and_for_every_cohort():
     def sent(step: int, seed: int, name: str) -> torch.Tensor:
         grads = [{name: torch.ones(500)}]
-        rehearse([RandomK(0.1, seed=seed)], grads, step)
+        run_lockstep([RandomKCodec(0.1, seed=seed)], grads, step)
         return grads[0][name]
 
     assert torch.equal(sent(0, 0, "a"), sent(0, 0, "a"))
@@ -93,10 +97,10 @@ def test_draws_anew_at_every_step_and_for_every_cohort():
 
 
 def test_the_residual_keeps_a_ranks_rounding():
-    codecs = [RandomK(0.2, dtype=torch.bfloat16)]
+    codecs = [RandomKCodec(0.2, dtype=torch.bfloat16)]
     grads = gradients(0, ranks=1)
     total = mean(grads)
-    rehearse(codecs, grads)
+    run_lockstep(codecs, grads)
     for name in SHAPES:
         left = codecs[0].state["residual"][name]
         torch.testing.assert_close(grads[0][name] + left, total[name].float())
@@ -105,5 +109,7 @@ def test_the_residual_keeps_a_ranks_rounding():
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_bytes(dtype, width):
     """Values alone, by one all-reduce."""
-    traffic = rehearse([RandomK(0.01, dtype=dtype) for _ in range(2)], [{"w": torch.randn(64_000)} for _ in range(2)])
-    assert traffic.stages == [{"Mean": 640 * width}]
+    traffic = run_lockstep(
+        [RandomKCodec(0.01, dtype=dtype) for _ in range(2)], [{"w": torch.randn(64_000)} for _ in range(2)]
+    )
+    assert traffic.stages == [{"all-reduce": 640 * width}]

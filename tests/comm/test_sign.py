@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.comm.codecs.codec import Grads
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.sign import Sign
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.sign import SignCodec
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,)}
 RANKS = 3
@@ -28,7 +28,7 @@ def test_one_rank_sends_the_scaled_sign():
     """A rank alone compresses its exact average once: (‖x‖₁ / n) sign(x) of each bucket, padding not counted."""
     x = torch.randn(70)
     grads = {"x": x.clone()}
-    rehearse([Sign(bucket=64)], [grads])
+    run_lockstep([SignCodec(bucket=64)], [grads])
     expected = torch.cat([part.abs().mean() * part.sign() for part in (x[:64], x[64:])])
     torch.testing.assert_close(grads["x"], expected)
 
@@ -39,20 +39,20 @@ def test_contracts(seed, scale, count):
     """‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / n in each bucket (the paper's Lemma 8)."""
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) ** 3 * scale
     grads = {"x": x.clone()}
-    rehearse([Sign(bucket=64)], [grads])
+    run_lockstep([SignCodec(bucket=64)], [grads])
     left = ((x.double() - grads["x"].double()) ** 2).sum()
     expected = sum((b**2).sum() - b.abs().sum() ** 2 / len(b) for b in x.double().split(64))
     torch.testing.assert_close(left, torch.as_tensor(expected), rtol=1e-4, atol=1e-6 * float((x.double() ** 2).sum()))
 
 
 def test_conserves_what_it_does_not_send():
-    codecs = [Sign(bucket=32) for _ in range(RANKS)]
+    codecs = [SignCodec(bucket=32) for _ in range(RANKS)]
     sent, total = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     for step in range(8):
         grads = gradients(step)
         for name in SHAPES:
             total[name] += mean(each[name] for each in grads)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             sent[name] += grads[0][name]
     for name in SHAPES:
@@ -62,14 +62,14 @@ def test_conserves_what_it_does_not_send():
 
 def test_entries_without_a_gradient_do_not_diverge():
     """sign(0) is +: alone in its bucket a zero is sent as the scale, and taken back. A bucket of zeros stays zero."""
-    codecs, moved, scales = [Sign(bucket=64) for _ in range(RANKS)], torch.zeros(128), []
+    codecs, moved, scales = [SignCodec(bucket=64) for _ in range(RANKS)], torch.zeros(128), []
     for step in range(100):
         generator = torch.Generator().manual_seed(step)
         grads = [{"x": torch.randn(128, generator=generator)} for _ in range(RANKS)]
         for each in grads:
             each["x"][10:20] = 0
             each["x"][64:] = 0
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         moved += grads[0]["x"]
         scales.append(float(grads[0]["x"].abs().max()))
         assert not grads[0]["x"][64:].any()
@@ -77,18 +77,18 @@ def test_entries_without_a_gradient_do_not_diverge():
 
 
 def test_the_residual_stays_bounded():
-    codecs, norms = [Sign(bucket=64) for _ in range(RANKS)], []
+    codecs, norms = [SignCodec(bucket=64) for _ in range(RANKS)], []
     for step in range(120):
-        rehearse(codecs, gradients(step), step)
+        run_lockstep(codecs, gradients(step), step)
         norms.append(max(codec.norm("residual") for codec in codecs))
     assert max(norms[80:]) < 1.2 * max(norms[40:80])
 
 
 def test_replicas_are_equal_bit_by_bit():
-    codecs = [Sign(bucket=64) for _ in range(RANKS)]
+    codecs = [SignCodec(bucket=64) for _ in range(RANKS)]
     for step in range(50):
         grads = gradients(step)
-        rehearse(codecs, grads, step)
+        run_lockstep(codecs, grads, step)
         for name in SHAPES:
             assert all(torch.equal(grads[0][name], each[name]) for each in grads)
 
@@ -97,5 +97,5 @@ def test_replicas_are_equal_bit_by_bit():
 def test_bytes(ranks):
     """A bit each, and one fp32 scale for each bucket of 512, both ways round a ring; one number for each pair."""
     n = ranks * 4096
-    traffic = rehearse([Sign() for _ in range(ranks)], [{"w": torch.randn(n)} for _ in range(ranks)])
+    traffic = run_lockstep([SignCodec() for _ in range(ranks)], [{"w": torch.randn(n)} for _ in range(ranks)])
     assert traffic.sent(ranks) == 2 * (ranks - 1) / ranks * (n / 8 + n / 512 * 4) + (ranks - 1) * 4

@@ -12,16 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
-from shoestring.comm.codecs.lockstep import rehearse
-from shoestring.comm.codecs.topk import TopK, chunk_topk, decode_values, encode_values, entries, exact, mstopk, sampled
+from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.topk import (
+    TopKCodec,
+    chunk_topk,
+    count_entries,
+    decode_values,
+    encode_values,
+    select_exact,
+    select_mstopk,
+    select_sampled,
+)
 
 VARIANTS = [
-    partial(TopK, 0.05),
-    partial(TopK, 0.05, how="sampled", wire="bf16"),
-    partial(TopK, 0.05, how="mstopk", wire="int8"),
-    partial(TopK, 0.02, wire="int4", per_layer=True),
-    partial(TopK, 0.3, how="mstopk", wire="int2"),
-    partial(TopK, 0.0),
+    partial(TopKCodec, 0.05),
+    partial(TopKCodec, 0.05, selection="sampled", wire="bf16"),
+    partial(TopKCodec, 0.05, selection="mstopk", wire="int8"),
+    partial(TopKCodec, 0.02, wire="int4", per_layer=True),
+    partial(TopKCodec, 0.3, selection="mstopk", wire="int2"),
+    partial(TopKCodec, 0.0),
 ]
 
 
@@ -61,30 +70,30 @@ KINDS = st.sampled_from(["normal", "heavy", "ties", "few", "zeros"])
 @given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
 @settings(max_examples=60, deadline=None)
 def test_exact_is_the_largest_magnitudes(seed, n, density, kind):
-    x, k = vector(seed, n, kind), entries(n, density**3)
-    found = exact(x, k)
+    x, k = vector(seed, n, kind), count_entries(n, density**3)
+    found = select_exact(x, k)
     assert torch.equal(found, found.unique())
     assert torch.equal(x[found].abs().sort().values, x.abs().sort().values[n - k :])
 
 
-@pytest.mark.parametrize("select", [sampled, mstopk])
+@pytest.mark.parametrize("select", [select_sampled, select_mstopk])
 @given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
 @settings(max_examples=60, deadline=None)
 def test_thresholds_select_as_many_and_nearly_as_much(select, seed, n, density, kind):
     """k distinct entries, none below those that 1.3 k exact ones would leave out (for mstopk, the k-th largest)."""
-    x, k = vector(seed, n, kind), entries(n, density**3)
+    x, k = vector(seed, n, kind), count_entries(n, density**3)
     found = select(x, k)
     assert torch.equal(found, found.unique())
     assert len(found) == k
-    kept = min(n, int(1.3 * k)) if select is sampled else k
+    kept = min(n, int(1.3 * k)) if select is select_sampled else k
     assert x[found].abs().min() >= x.abs().sort(descending=True).values[kept - 1] * (1 - 1e-4)
 
 
-@pytest.mark.parametrize(("select", "part"), [(sampled, 0.85), (mstopk, 0.999)])
+@pytest.mark.parametrize(("select", "part"), [(select_sampled, 0.85), (select_mstopk, 0.999)])
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
 def test_thresholds_agree_with_exact_in_mass(select, part, kind):
     x, k = vector(0, 1_000_000, kind), 5000
-    assert x[select(x, k)].abs().sum() >= part * x[exact(x, k)].abs().sum()
+    assert x[select(x, k)].abs().sum() >= part * x[select_exact(x, k)].abs().sum()
 
 
 @pytest.mark.parametrize("k", [300, 5000])
@@ -93,7 +102,7 @@ def test_sampling_prefers_no_part_of_the_model(k):
     counts = torch.zeros(10)
     for seed in range(8):
         x = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) - 0.5
-        counts += sampled(x, k).mul(10).div(len(x), rounding_mode="floor").bincount(minlength=10)
+        counts += select_sampled(x, k).mul(10).div(len(x), rounding_mode="floor").bincount(minlength=10)
     assert (counts - 0.8 * k).abs().max() < 5 * (0.8 * k) ** 0.5
 
 
@@ -103,9 +112,9 @@ def test_contracts(seed, density, scale):
     """‖x - C(x)‖² <= (1 - k / n) ‖x‖² (Stich et al., lemma A.1)."""
     x = vector(seed, 700, "heavy") * scale
     grads = {"x": x.clone()}
-    rehearse([TopK(density)], [grads])
+    run_lockstep([TopKCodec(density)], [grads])
     left, whole = ((x.double() - grads["x"]) ** 2).sum(), (x.double() ** 2).sum()
-    assert left <= (1 - entries(700, density) / 700) * whole * (1 + 1e-9)
+    assert left <= (1 - count_entries(700, density) / 700) * whole * (1 + 1e-9)
 
 
 @given(seed=st.integers(0, 2**20), k=st.integers(1, 1200), scale=st.sampled_from([1e-12, 1.0, 1e15]))
@@ -123,24 +132,24 @@ def test_rounding_never_takes_more_than_there_is(form, seed, k, scale):
 
 def test_zeros_stay_zeros():
     grads = [{"w": torch.zeros(100)} for _ in range(2)]
-    rehearse([TopK(0.1, wire="int4") for _ in range(2)], grads)
+    run_lockstep([TopKCodec(0.1, wire="int4") for _ in range(2)], grads)
     assert not grads[0]["w"].any()
 
 
 def test_per_layer_sends_of_every_layer():
     grads = gradients(0)
-    rehearse([TopK(0.01, per_layer=True) for _ in grads], grads)
+    run_lockstep([TopKCodec(0.01, per_layer=True) for _ in grads], grads)
     assert all(grad.any() for grad in grads[0].values() if grad.numel())
     together = gradients(0)
-    rehearse([TopK(0.01) for _ in together], together)
+    run_lockstep([TopKCodec(0.01) for _ in together], together)
     assert not together[0]["bias"].any()
 
 
 def test_the_average_is_of_what_each_rank_selected():
     """By hand: two ranks, one entry each."""
     grads = [{"w": torch.tensor([1.0, -5, 2])}, {"w": torch.tensor([3.0, 1, -2])}]
-    codecs = [TopK(0.34), TopK(0.34)]
-    rehearse(codecs, grads)
+    codecs = [TopKCodec(0.34), TopKCodec(0.34)]
+    run_lockstep(codecs, grads)
     assert grads[0]["w"].tolist() == [1.5, -2.5, 0]
     assert codecs[0].state["residual"]["w"].tolist() == [1, 0, 2]
 
@@ -148,7 +157,7 @@ def test_the_average_is_of_what_each_rank_selected():
 def test_at_density_one_it_is_the_average():
     grads = gradients(0)
     expected = mean(grads)
-    rehearse([TopK(1.0) for _ in grads], grads)
+    run_lockstep([TopKCodec(1.0) for _ in grads], grads)
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-6, atol=1e-6)
 
@@ -160,7 +169,7 @@ def test_bytes(wire, bits, density):
     n = 2_000_000
     k = int(density * n)
     grads = [{"w": torch.randn(n, generator=torch.Generator().manual_seed(rank))} for rank in range(2)]
-    sent = rehearse([TopK(density, wire=wire) for _ in grads], grads).sent(2)
+    sent = run_lockstep([TopKCodec(density, wire=wire) for _ in grads], grads).sent(2)
     assert k * bits / 8 < sent - k * math.log2(n / k) / 8 <= k * (bits + 2) / 8 + 16
 
 

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
 from shoestring import comm
-from shoestring.comm.codecs.dense import Dense
+from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.exchange import worker
 from shoestring.comm.exchange.coordinator import Coordinator
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire
-from shoestring.comm.exchange.worker import Task, Worker
+from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.core.errors import PeerError, ShoestringError
 from shoestring.core.feature import HOSTS
 from shoestring.core.world import World
@@ -41,8 +41,8 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_a_wait_ends_and_names_its_task(stuck):
     thread = Worker("test", CPU)
-    task = thread.submit(Task[bool]("the exchange of `w` at step 3", 0.0), stuck.wait)
-    with pytest.raises(PeerError, match=r"the exchange of `w` at step 3 has not ended in 0\.05 s"):
+    task = thread.submit(WorkerTask[bool]("the exchange of `w` at step 3", 0.0), stuck.wait)
+    with pytest.raises(PeerError, match=r"the exchange of `w` at step 3 has not finished in 0\.05 s"):
         task.result()
     stuck.set()
     assert task.result() is True
@@ -51,12 +51,12 @@ def test_a_wait_ends_and_names_its_task(stuck):
 
 def test_closing_ends_too(stuck, caplog):
     thread = Worker("test", CPU)
-    thread.submit(Task[bool]("the exchange of `w`", 0.0), stuck.wait)
+    thread.submit(WorkerTask[bool]("the exchange of `w`", 0.0), stuck.wait)
     with caplog.at_level(logging.WARNING, "shoestring"):
         assert not thread.close()
-    assert "the exchange of `w` is still under way" in caplog.text
+    assert "the exchange of `w` has not finished" in caplog.text
     with pytest.raises(ShoestringError, match="`v` was started after its job was closed"):
-        thread.submit(Task[bool]("the exchange of `v`", 0.0), stuck.wait)
+        thread.submit(WorkerTask[bool]("the exchange of `v`", 0.0), stuck.wait)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -66,13 +66,13 @@ def test_a_task_that_raises_raises_where_it_is_waited_for(threaded):
 
     thread = Worker("test", CPU, threaded=threaded)
     with pytest.raises(TimeoutError, match="of its own"):
-        thread.submit(Task[None]("a task", 1.0), fail).result()
+        thread.submit(WorkerTask[None]("a task", 1.0), fail).result()
     assert thread.close()
 
 
 def test_gradients_that_do_not_arrive_are_named():
     route = Route(World(), [HOSTS])
-    coordinator = Coordinator([route], Dense(), {"a": 4, "b": 4, "c": 4}, 1, CPU, lambda: 1.0)
+    coordinator = Coordinator([route], DenseCodec(), {"a": 4, "b": 4, "c": 4}, 1, CPU, lambda: 1.0)
     coordinator.begin()
     coordinator.arrive({"b": torch.ones(1)}, lambda _: None)
     with pytest.raises(ShoestringError, match="no gradient of `c` and `a` has arrived"):

@@ -67,6 +67,6 @@ def attach(
     Raises:
         ConfigError: the feature does not fit the model.
     """
-    from shoestring.comm.exchange.attached import attach
+    from shoestring.comm.exchange.attach import attach
 
     return attach(model, feature, optimizer, scaler)

@@ -11,8 +11,8 @@ from statistics import median
 
 from shoestring import run as runs
 from shoestring.comm import Auto
-from shoestring.comm.auto.choosing import SETTLED, Chooser
-from shoestring.comm.auto.deciding import doubt
+from shoestring.comm.auto.chooser import TIMED_STEPS, Chooser
+from shoestring.comm.auto.decision import explain_spread
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
@@ -56,7 +56,7 @@ def plan(run: Run, world: World) -> Planned:
         stack.callback(loader.close)
         batches, seconds = iter(loader), []
         job.model.train()
-        for _ in range(SETTLED):
+        for _ in range(TIMED_STEPS):
             micro = [moved(batch, world.device) for batch in next(batches)]
             world.barrier()
             began = time.perf_counter()
@@ -100,7 +100,7 @@ def _filled_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Au
     rest = tuple(feature for feature in others if not isinstance(feature, DDP))
     if choice.bucket:
         ddp = replace(ddp, bucket_mb=choice.bucket / 2**20)
-    exchange = (choice.settings(auto.torus),) if choice.codec else ()
+    exchange = (auto.build_exchange(choice),) if choice.codec else ()
     return replace(run, features=(ddp, *exchange, *rest))
 
 
@@ -125,7 +125,7 @@ def beside(source: str) -> Path:
 def described(planned: Planned, world: World) -> Iterator[str]:
     """The decision with its reasons, on one screen."""
     chooser, facts = planned.chooser, planned.facts
-    evidence, decision = chooser.evidence, chooser.plan
+    evidence, decision = chooser.measured, chooser.plan
     assert evidence is not None and decision is not None
     rest = facts["predicted_step_seconds"] - decision.seconds
     yield (
@@ -150,13 +150,13 @@ def described(planned: Planned, world: World) -> Iterator[str]:
         yield f"and {len(ordered) - len(shown)} slower ones"
     yield ""
     yield f"chosen: {decision.choice}, {decision.reason}"
-    if rough := doubt(evidence):
+    if rough := explain_spread(evidence):
         yield rough
-    if not chooser.settings.allow:
+    if list(chooser.codecs) == ["dense"]:
         yield "no codec was tried, for none may change the gradients unless it is named: [comm.auto] allow = […]"
     error = facts["predicted_step_seconds"] / planned.measured - 1
     yield (
-        f"{SETTLED - 1} real steps of it took {_time(planned.measured)} each, "
+        f"{TIMED_STEPS - 1} real steps of it took {_time(planned.measured)} each, "
         f"{abs(error):.0%} {'less' if error > 0 else 'more'} than predicted"
     )
 

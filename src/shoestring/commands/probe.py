@@ -17,7 +17,7 @@ import tomli_w
 import torch
 import torch.distributed as dist
 
-from shoestring.comm.auto.probing import collectives
+from shoestring.comm.auto.probes import time_collectives
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.world import World
@@ -44,7 +44,7 @@ def probe(world: World, folder: Path) -> Cluster:
         devices=tuple(Device(**each["device"]) for each in everyone),
         stores=tuple(Store(**each["store"]) for each in everyone if each["store"]),
         links=tuple(Link(**link) for each in everyone for link in each["links"]),
-        collectives=collectives(world, DATA),
+        collectives=time_collectives(world, DATA),
     )
 
 

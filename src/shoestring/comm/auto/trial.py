@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import median
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoestring.comm.auto.deciding import Evidence, Seen
-from shoestring.comm.auto.probing import coded, collectives, hindrance, settle
-from shoestring.comm.codecs.codec import Turn
-from shoestring.comm.settings.auto import Auto, exchange
+from shoestring.comm.auto.decision import Measurements, RankMeasurements
+from shoestring.comm.auto.probes import measure_slowdown, synchronize, time_codec, time_collectives
+from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext
 from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
@@ -29,82 +28,86 @@ LARGEST = 1 << 25  # bytes of the largest message
 
 
 class Trial:
-    """The measurements of this rank; what all ranks measured comes together as `Evidence`."""
+    """Measures on this rank, and brings together what all ranks measured."""
 
-    def __init__(self, job: Job, settings: Auto, forward: Callable[[nn.Module, Batch], Output], batch: Batch) -> None:
-        self.job, self.settings, self.forward, self.batch = job, settings, forward, batch
+    def __init__(
+        self,
+        job: Job,
+        forward: Callable[[nn.Module, Batch], Output],
+        batch: Batch,
+        codecs: Mapping[str, CodecFactory],
+        *,
+        trials: int,
+        torus: bool,
+    ) -> None:
+        self.job, self.forward, self.batch = job, forward, batch
+        self.codecs, self.trials = codecs, trials
         self.world = job.world
         self.parameters = {n: p for n, p in job.module.named_parameters() if p.requires_grad}
         self.total = sum(parameter.nbytes for parameter in self.parameters.values())
-        self.torus = settings.torus and min(self.world.ranks_over([axis]) for axis in DATA) > 1
-        self.order = list(reversed(self.parameters))  # as the coordinator deals them
+        self.torus = torus and min(self.world.ranks_over([axis]) for axis in DATA) > 1
+        self.order = list(reversed(self.parameters))  # the order in which the coordinator deals them
 
-    def evidence(self) -> Evidence:
-        """Measure; every rank calls it, and gets the same."""
+    def measure(self) -> Measurements:
+        """Measure; every rank calls it, and gets the same result."""
         model = self.job.model
         assert isinstance(model, DistributedDataParallel)
-        with untouched(self.job):
+        with restoring(self.job):
             self.local_pass()
-            passes = [self._timed_pass() for _ in range(self.settings.trials)]
-            marks = {name: median(each[name] for each in passes) for name in passes[0]}
-            # The order in which gradients arrive is the first rank's for all, as it is for DDP's buckets.
+            passes = [self._timed_pass() for _ in range(self.trials)]
+            marks = {name: median(seconds[name] for seconds in passes) for name in passes[0]}
+            # All ranks take the first rank's order of arrival, as DDP does for its buckets.
             arrival = self.world.decide(lambda: sorted(self.order, key=lambda name: marks[name]))
             links = self._collectives()
-            mine = {"marks": marks, "coded": self._coded(), "slowdown": self._slowdown(marks["end"], links)}
-            mine["passes"] = [each["end"] for each in passes]
+            mine = {"marks": marks, "coded": self._time_codecs(), "slowdown": self._slowdown(marks["end"], links)}
+            mine["passes"] = [seconds["end"] for seconds in passes]
         self.job.trace.facts["local_seconds"] = marks["end"]
         everyone = self.world.gather(json.dumps(mine).encode())
-        return Evidence(
+        return Measurements(
             sizes={name: parameter.nbytes for name, parameter in self.parameters.items()},
             arrival=arrival,
             pieces=[sum(self.parameters[name].nbytes for name in piece) for piece in self._pieces()],
             links=links,
-            ranks=[Seen.of(json.loads(each)) for each in everyone],
+            ranks=[RankMeasurements.from_json(json.loads(message)) for message in everyone],
             bucket=model.bucket_bytes_cap,
             lanes=1 if "nccl" in dist.get_backend_config(model.process_group) else 2,
             shard=self.world.ranks_over([LOCAL]) if self.torus else 1,
         )
 
     def _collectives(self) -> tuple[Collective, ...]:
-        over = {DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA}
-        return tuple(
-            each for one in sorted(over) for each in collectives(self.world, one, min(2 * self.total, LARGEST))
-        )
+        meshes = {DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA}
+        largest = min(2 * self.total, LARGEST)
+        return tuple(link for over in sorted(meshes) for link in time_collectives(self.world, over, largest))
 
-    def local_pass(self) -> None:
-        """One forward and backward pass of this rank alone."""
+    def local_pass(self, mark: Callable[[str], None] = lambda name: None) -> None:
+        """Run one forward and backward pass of this rank alone; `mark` is called with "forward" after the first."""
         with self.job.sync(False):
             with self.job.computing():
                 total, count = self.job.loss(self.forward(self.job.model, self.batch), self.batch)
-            self.mark("forward")
+            mark("forward")
             (total / count).backward()
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def mark(self, name: str) -> None:
-        """Overwritten while a pass is timed."""
-
     def _timed_pass(self) -> dict[str, float]:
-        """Seconds from the beginning of a pass to the end of its forward pass, to each gradient, and to its end."""
+        """Seconds from the start of a pass to the end of its forward pass, to each gradient, and to its end."""
         clock = Clock(self.world.device)
         names = {parameter: name for name, parameter in self.parameters.items()}
         hooks = [p.register_post_accumulate_grad_hook(lambda p: clock.mark(names[p])) for p in names]
-        self.mark = clock.mark
         self.world.barrier()
-        settle(self.world.device)
+        synchronize(self.world.device)
         clock.mark("begin")
         try:
-            self.local_pass()
+            self.local_pass(clock.mark)
         finally:
-            del self.mark
             for hook in hooks:
                 hook.remove()
         clock.mark("end")
-        found = clock.seconds("begin")
-        return {name: found.get(name, found["end"]) for name in ("forward", *self.parameters, "end")}
+        seconds = clock.seconds("begin")
+        return {name: seconds.get(name, seconds["end"]) for name in ("forward", *self.parameters, "end")}
 
     def _pieces(self) -> list[list[str]]:
-        """The names in the coordinator's order, in at most `PIECES` runs of about equal bytes."""
+        """The names in the coordinator's order, in at most `PIECES` runs of about the same number of bytes."""
         passed = 0
         runs: list[list[str]] = [[] for _ in range(PIECES)]
         for name in self.order:
@@ -112,32 +115,31 @@ class Trial:
             passed += self.parameters[name].nbytes
         return [run for run in runs if run]
 
-    def _coded(self) -> dict[str, list[Any]]:
-        """Per codec, its work on each piece and then on all gradients; all ranks at once, since they share cores."""
+    def _time_codecs(self) -> dict[str, list[Any]]:
+        """Time each codec on each piece and then on all gradients, on all ranks at once, because they share cores."""
         size = self.world.ranks_over([HOSTS] if self.torus else DATA)
-        turn = Turn(self.world.rank % size, size, 0)
+        context = ExchangeContext(self.world.rank % size, size, 0)
         grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
-        chosen = [*self._pieces(), self.order]
-        found: dict[str, list[Any]] = {}
-        for call in ("dense", *self.settings.allow):
+        runs = [{name: grads[name] for name in names} for names in [*self._pieces(), self.order]]
+        timings: dict[str, list[Any]] = {}
+        for call, make in self.codecs.items():
             self.world.barrier()
-            make = exchange(call).codec
-            found[call] = [asdict(coded(make, {n: grads[n] for n in names}, turn)) for names in chosen]
-        return found
+            timings[call] = [asdict(time_codec(make, run, context)) for run in runs]
+        return timings
 
     def _slowdown(self, backward: float, links: tuple[Collective, ...]) -> dict[str, float]:
-        """How computing, coding and the wire hinder each other while a forward and backward pass goes on."""
-        ring = next(each for each in links if (each.kind, each.over) == ("all-reduce", DATA))
+        """How much computing, coding and the wire slow each other down during a forward and backward pass."""
+        ring = next(link for link in links if (link.kind, link.over) == ("all-reduce", DATA))
         alone = self._agreed(backward)
         wanted = int((alone / 4 - ring.latency) * ring.bandwidth)
         message = torch.zeros(max(1024, min(self.total, wanted) // 4), device=self.world.device)
         one = self._agreed(_seconds(lambda: self._reduce(message, 3), self.world.device) / 3)
         self.world.barrier()
-        wire = hindrance(self._settled_pass, lambda times: self._reduce(message, times), (alone, one))
+        wire = measure_slowdown(self._settled_pass, lambda times: self._reduce(message, times), (alone, one))
         scratch = torch.zeros(1 << 22, device=self.world.device)
-        once = _seconds(lambda: _busy(scratch, 8), self.world.device) / 8
+        once = _seconds(lambda: _load_memory(scratch, 8), self.world.device) / 8
         self.world.barrier()
-        code = hindrance(self._settled_pass, lambda times: _busy(scratch, times), (alone, once))
+        code = measure_slowdown(self._settled_pass, lambda times: _load_memory(scratch, times), (alone, once))
         return {
             "compute beside wire": wire["one"],
             "wire beside compute": wire["other"],
@@ -145,21 +147,21 @@ class Trial:
         }
 
     def _agreed(self, seconds: float) -> float:
-        """The slowest rank's."""
-        return max(json.loads(each) for each in self.world.gather(json.dumps(seconds).encode()))
+        """The slowest rank's seconds."""
+        return max(json.loads(message) for message in self.world.gather(json.dumps(seconds).encode()))
 
     def _reduce(self, message: Tensor, times: int) -> None:
         for _ in range(times):
             dist.all_reduce(message)
-        settle(self.world.device)
+        synchronize(self.world.device)
 
     def _settled_pass(self) -> None:
         self.local_pass()
-        settle(self.world.device)
+        synchronize(self.world.device)
 
 
 class Clock:
-    """Marks on a device's own line of time: at once on a CPU, events on a GPU."""
+    """Marks on the device's own time line: the clock on a CPU, events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -173,8 +175,8 @@ class Clock:
             self.marks[name] = time.perf_counter()
 
     def seconds(self, origin: str) -> dict[str, float]:
-        """From the mark `origin` to every other."""
-        settle(self.device)
+        """Seconds from the mark `origin` to every mark."""
+        synchronize(self.device)
         began = self.marks[origin]
         if self.device.type == "cuda":
             return {name: began.elapsed_time(mark) / 1e3 for name, mark in self.marks.items()}
@@ -182,8 +184,8 @@ class Clock:
 
 
 @contextmanager
-def untouched(job: Job) -> Iterator[None]:
-    """Put back the random state and the buffers, whatever runs inside."""
+def restoring(job: Job) -> Iterator[None]:
+    """Restore the random state and the buffers after what runs inside."""
     buffers = [(buffer, buffer.clone()) for buffer in job.module.buffers()]
     devices = [job.world.device] if job.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -193,19 +195,19 @@ def untouched(job: Job) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def _busy(scratch: Tensor, times: int) -> None:
-    """Work like a codec's: passes over memory, beside whatever the main thread does."""
+def _load_memory(scratch: Tensor, times: int) -> None:
+    """Do work like a codec's: passes over memory, on a stream of its own."""
     stream = torch.cuda.Stream(scratch.device) if scratch.device.type == "cuda" else None
     with torch.cuda.stream(stream) if stream else torch.no_grad():
         for _ in range(times):
             scratch.add_(1.0).abs_()
-    settle(scratch.device)
+    synchronize(scratch.device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
-    settle(device)
+    synchronize(device)
     began = time.perf_counter()
     work()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - began

@@ -16,7 +16,7 @@ BLOCK = 2**17  # entries that are worked on at once: with as many of what comes 
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketRange:
     """Some buckets that follow each other, and what of the tensors lies in them."""
 
     start: int
@@ -50,7 +50,7 @@ class Part:
             foreach_copy_(self.of(flats), self.within(x))
 
 
-class Layout:
+class BucketLayout:
     """How flat tensors lie in (rows, buckets, bucket): each from the start of a bucket, and zeros after it.
 
     So a bucket never crosses tensors. The last row may end in buckets that belong to nobody.
@@ -67,20 +67,20 @@ class Layout:
         block = BLOCK if self.device.type == "cpu" else self.rows * self.buckets * self.bucket
         return max(block // (4 * self.bucket * beside), 1) * 4
 
-    def parts(self, step: int, first: int = 0, end: int | None = None) -> list[Part]:
+    def parts(self, step: int, first: int = 0, end: int | None = None) -> list[BucketRange]:
         """All buckets of rows `first` to `end` (beyond; the last one if not said), at most `step` at a time."""
         last = (self.rows if end is None else end) * self.buckets
         starts = range(first * self.buckets, last, step)
         return [self._part(start, min(start + step, last)) for start in starts]
 
-    def _part(self, start: int, stop: int) -> Part:
+    def _part(self, start: int, stop: int) -> BucketRange:
         pieces, first = [], bisect_right(self.starts, start) - 1
         for index in range(first, min(bisect_left(self.starts, stop), len(self.sizes))):
             begin = max(start - self.starts[index], 0) * self.bucket
             end = min((stop - self.starts[index]) * self.bucket, self.sizes[index])
             ahead = (self.starts[index] - start) * self.bucket
             pieces.append((index, slice(begin, end), slice(ahead + begin, ahead + end)))
-        return Part(start, stop, self.bucket, tuple(pieces))
+        return BucketRange(start, stop, self.bucket, tuple(pieces))
 
     def entries(self) -> Tensor:
         """(rows x buckets, 1) how many entries of each bucket are no padding; those of nobody count as full; fp32."""

@@ -1,14 +1,14 @@
 """What a codec is: the average of gradients over ranks, written as the paper writes it, without the network.
 
-A codec's `code` is a generator. It encodes, yields what has to travel, receives what came back, and decodes:
+A codec's `code` is a generator. It encodes, yields requests for collectives, receives the answers, and decodes:
 
-    def code(self, grads, turn):
+    def code(self, grads, context):
         P = {name: M @ self.Q[name] for name, M in grads.items()}
         P, = yield [Mean(tensor) for tensor in P.values()]
         ...
 
-Whoever runs it decides how the requests travel. `wire.Wire` packs those of one yield into at most one collective of
-each kind; `rehearsal.lockstep` runs the generators of several ranks in one process, for tests and for pricing.
+Whoever drives it, by `advance`, decides how the requests travel. `exchange.wire.Wire` packs all requests of one yield
+into at most one collective of each kind; `lockstep` drives the generators of several ranks in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,88 +29,101 @@ class Mean:
     The answer may be the request's own tensor, overwritten.
     """
 
+    collective: ClassVar[str] = "all-reduce"
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Gather:
+class AllGather:
     """Answered by every rank's tensor, stacked: (ranks, *shape). Shape and dtype are the same on all ranks."""
 
+    collective: ClassVar[str] = "all-gather"
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Swap:
+class AllToAll:
     """A tensor (ranks, *shape) whose row r is for rank r; answered by (ranks, *shape) whose row r came from rank r."""
 
+    collective: ClassVar[str] = "all-to-all"
     tensor: Tensor
 
 
-Request = Mean | Gather | Swap
+Request = Mean | AllGather | AllToAll
 Grads = dict[str, Tensor]
 Coding = Generator[Sequence[Request], list[Tensor], None]
 
 
-def itself(tensor: Tensor) -> Tensor:
+def advance(coding: Coding, answers: list[Tensor] | None = None) -> Sequence[Request] | None:
+    """Run a codec's generator to its next requests; None once it has finished.
+
+    Args:
+        answers: one for each of the last requests, in their order; None starts the generator.
+    """
+    try:
+        return next(coding) if answers is None else coding.send(answers)
+    except StopIteration:
+        return None
+
+
+def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Which exchange this is: equal on all ranks but for `rank`."""
+class ExchangeContext:
+    """One exchange as one rank sees it. Everything but `rank` is equal on all ranks."""
 
     rank: int
     size: int
     step: int
-    total: Callable[[Tensor], Tensor] = itself
-    """Adds a tensor up over the ranks of this host that hold other rows of the same gradients."""
+    sum_over_shards: Callable[[Tensor], Tensor] = identity
+    """Sums a tensor over the ranks of this host that hold other shards of the same gradients."""
 
 
 class Codec(ABC):
-    """One compressor's arithmetic and state on one rank.
+    """The arithmetic and the state of one compressor on one rank.
 
-    State is kept by the kind and by the parameter's name, never by bucket, which DDP rebuilds. Kinds in `shared` are
-    equal on all ranks; all others are this rank's own, and averages of them over the ranks are what must survive.
+    State is stored by kind and parameter name, never by bucket, because DDP rebuilds its buckets. Kinds in `shared` are
+    equal on all ranks. All other kinds are this rank's own, and only their averages over the ranks must survive.
     """
 
     stages: int
-    """Yields of `code`: exchanges that must follow each other."""
+    """Yields of `code`: collectives that must follow each other."""
     shared: frozenset[str] = frozenset()
-    exposes: bool = True
-    """The first answers are non-finite on every rank whenever an entry of a gradient is on any rank."""
 
     def __init__(self) -> None:
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @abstractmethod
-    def code(self, grads: Grads, turn: Turn) -> Coding:
-        """Put the (approximate) average over the ranks into `grads`, in place, and equal bit by bit on all ranks.
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        """Replace `grads`, in place, by their (approximate) average over the ranks, equal bit by bit on all ranks.
 
         Args:
-            grads: parameter names to gradients of any shape, contiguous, in fp32 or what the parameters have; the
-                same names in the same order on all ranks. They may be overwritten at once.
+            grads: gradients of any shape by parameter name, contiguous, in fp32 or the parameters' type; the same
+                names in the same order on all ranks. The codec may overwrite them at once.
 
-        The generator may be closed at any yield, and the codec must then know what it knew before, but for rounding:
-        at the first one if a gradient is not finite on any rank, at a later one if an answer is too large to decode.
-        Who runs it leaves `grads` alone until then. Answers in floating point, but for the first ones, must be equal on
-        all ranks.
+        The generator may be closed at any yield, and the codec's state must then be what it was before, up to rounding:
+        at the first yield if a gradient of any rank is not finite, at a later one if an answer is too large to decode.
+        The driver does not touch `grads` before that. The first answers are non-finite on every rank whenever a
+        gradient of any rank is. Later answers in floating point must be equal on all ranks.
         """
 
-    def kept(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """The state of one kind of one parameter; zeros in fp32 of the shape of `like` where there was none."""
-        of_kind = self.state.setdefault(kind, {})
-        if name not in of_kind:
-            of_kind[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        return of_kind[name]
+    def get_state(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """One parameter's state of one kind; created as fp32 zeros in the shape of `like` where there is none."""
+        by_name = self.state.setdefault(kind, {})
+        if name not in by_name:
+            by_name[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        return by_name[name]
 
-    def keep(self, kind: str, grads: Grads) -> list[Tensor]:
-        """`kept` for every gradient, as a list for foreach operations."""
-        return [self.kept(kind, name, grad) for name, grad in grads.items()]
+    def get_states(self, kind: str, grads: Grads) -> list[Tensor]:
+        """`get_state` of every gradient, as a list for foreach operations."""
+        return [self.get_state(kind, name, grad) for name, grad in grads.items()]
 
-    def take_back(self, name: str, delivered: Tensor) -> None:
-        """Owe again what was decoded for one parameter, equal on all ranks, and could not be used."""
+    def return_to_residual(self, name: str, average: Tensor) -> None:
+        """Put one parameter's decoded average back into the residual, on all ranks alike, because nothing used it."""
         if name in self.state.get("residual", {}):
-            self.state["residual"][name].add_(delivered.view_as(self.state["residual"][name]))
+            self.state["residual"][name].add_(average.view_as(self.state["residual"][name]))
 
     def norm(self, kind: str) -> float:
         """The 2-norm of all state of one kind on this rank."""
@@ -119,32 +132,33 @@ class Codec(ABC):
     # -- what survives a restart -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {kind: dict(of_kind) for kind, of_kind in self.state.items()}
+        return {kind: dict(by_name) for kind, by_name in self.state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        device = next((t.device for each in self.state.values() for t in each.values()), None)
+        device = next((tensor.device for by_name in self.state.values() for tensor in by_name.values()), None)
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.clone() if device is None else tensor.to(device, copy=True)
+
         self.state = {
-            kind: {
-                name: tensor.clone() if device is None else tensor.to(device, copy=True) for name, tensor in of.items()
-            }
-            for kind, of in state_dict.items()
+            kind: {name: copy(tensor) for name, tensor in by_name.items()} for kind, by_name in state_dict.items()
         }
 
-    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state for every rank of a run that goes on with another number of them.
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Build the state that every rank takes when a run resumes with another number of ranks.
 
-        Every rank takes the mean of what was each former rank's own. So the mean over ranks, which is what the
-        updates still owe the model, is conserved whatever the numbers are.
+        State that is not shared becomes the mean over the former ranks. The mean of the residuals over all ranks, which
+        the updates have not applied yet, is therefore the same before and after, whatever the numbers of ranks.
         """
 
-        def mean(kind: str, name: str) -> Tensor:
+        def merge(kind: str, name: str) -> Tensor:
             tensors = [state[kind][name] for state in states if name in state.get(kind, {})]
             return tensors[0] if kind in self.shared else torch.stack(tensors).sum(0) / len(states)
 
         names = {
             kind: list(dict.fromkeys(name for state in states for name in state.get(kind, {}))) for kind in states[0]
         }
-        return {kind: {name: mean(kind, name) for name in of} for kind, of in names.items()}
+        return {kind: {name: merge(kind, name) for name in of_kind} for kind, of_kind in names.items()}
 
 
-Make = Callable[[], Codec]
+CodecFactory = Callable[[], Codec]

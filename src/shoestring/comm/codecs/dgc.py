@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_mul_
-from shoestring.comm.codecs.codec import Coding, Grads, Mean, Turn
-from shoestring.comm.codecs.fused import Sum
-from shoestring.comm.codecs.topk import Form, How, Sparse
+from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
+from shoestring.comm.codecs.fused import WeightedSum
+from shoestring.comm.codecs.topk import Selection, SparseCodec, WireType
 
 STAGES = 5  # of the warm-up
 
 
-class DGC(Sparse):
+class DGCCodec(SparseCodec):
     """The average of the ranks' *velocities*, sparsified: the optimizer must be SGD without momentum of its own.
 
         u = m u + g;  v = v + u;  send the largest of v, and there u = 0 and v = 0
@@ -41,33 +41,35 @@ class DGC(Sparse):
         clip: float | None = None,
         masking: bool = True,
         warmup: int = 0,
-        how: How = "exact",
-        wire: Form = "fp32",
+        selection: Selection = "exact",
+        wire: WireType = "fp32",
         per_layer: bool = False,
     ) -> None:
-        super().__init__(density, how=how, wire=wire, per_layer=per_layer)
+        super().__init__(density, selection=selection, wire=wire, per_layer=per_layer)
         self.momentum, self.nesterov, self.clip = momentum, nesterov, clip
         self.masking, self.warmup = masking, warmup
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
         sparse = {name: grad for name, grad in grads.items() if grad.ndim > 1 and self.density < 1}
         dense = {name: grad for name, grad in grads.items() if name not in sparse}
         if self.clip is not None and grads:
-            norm = turn.total(torch.nn.utils.get_total_norm(list(grads.values())).square()).sqrt()
-            foreach_mul_(list(grads.values()), (self.clip * turn.size**-0.5 / norm).clamp(max=1))
+            norm = context.sum_over_shards(torch.nn.utils.get_total_norm(list(grads.values())).square()).sqrt()
+            foreach_mul_(list(grads.values()), (self.clip * context.size**-0.5 / norm).clamp(max=1))
         if not sparse:
             yield from self._whole(dense)
             return
         whole = [Mean(self.gathered(dense))] if dense else []
         u, v, g = self.flat("velocity", sparse), self.flat("residual", sparse), self.gathered(sparse)
-        terms = Sum(g, v, u, 1 + self.momentum if self.nesterov else 1.0, self.momentum)  # the next v; u must wait
-        indices, values = self.select(terms, [grad.numel() for grad in sparse.values()], self.density_at(turn.step))
+        terms = WeightedSum(
+            g, v, u, 1 + self.momentum if self.nesterov else 1.0, self.momentum
+        )  # the next v; u must wait
+        indices, values = self.select(terms, [grad.numel() for grad in sparse.values()], self.density_at(context.step))
         requests, sent = self.encode(indices, values, len(g))
         answers = yield [*whole, *requests]
         if dense:
             self._deliver(dense, answers[0])
-        self._accelerate(u, self.keep("velocity", sparse), list(sparse.values()))
+        self._accelerate(u, self.get_states("velocity", sparse), list(sparse.values()))
         if self.masking:
             u[indices] = 0
         g[indices] = values - sent

@@ -17,7 +17,7 @@ BLOCK = 2048  # entries of one program
 
 
 @dataclass(frozen=True)
-class Sum:
+class WeightedSum:
     """M = scale g + e + momentum u, of flat fp32 tensors (n,). It is built in the place of `g`; `e` and `u` stay."""
 
     g: Tensor
@@ -29,7 +29,7 @@ class Sum:
     def __len__(self) -> int:
         return len(self.g)
 
-    def part(self, some: slice) -> Sum:
+    def part(self, some: slice) -> WeightedSum:
         """The same of some of the entries."""
         return replace(self, g=self.g[some], e=self.e[some], u=None if self.u is None else self.u[some])
 
@@ -58,7 +58,7 @@ class Taken:
         M[self.indices] = self.values
 
 
-def available(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether `take` works on this device."""
     return device.type == "cuda" and _has_triton()
 
@@ -68,7 +68,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def picked(terms: Sum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Tensor, Tensor] | None:
+def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Tensor, Tensor] | None:
     """k entries of M over a threshold, a scalar on the device: indices, ascending, and values, NaN if M is not finite.
 
     M is in `terms.g` then. None where fewer than k are over the threshold, or far more.
@@ -76,7 +76,7 @@ def picked(terms: Sum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Ten
     Args:
         largest: the k largest; otherwise those only if many are over the threshold, and k evenly spread if few are.
     """
-    taken = take(terms, threshold, 2 * k)
+    taken = take_entries(terms, threshold, 2 * k)
     count = len(taken.indices)
     taken.put_back(terms.g)
     if count < k or not taken.complete:
@@ -88,15 +88,15 @@ def picked(terms: Sum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Ten
     return taken.indices[which], taken.values[which] + taken.tell
 
 
-def take(terms: Sum, threshold: Tensor, room: int) -> Taken:
+def take_entries(terms: WeightedSum, threshold: Tensor, room: int) -> Taken:
     """Take what of M is over the threshold, at most `room` entries; what is left of M is in `terms.g`."""
-    indices, values, count, tell = launch(terms, threshold, room)
+    indices, values, count, tell = launch_split(terms, threshold, room)
     found = int(count)  # waits for the device
     indices, order = indices[: min(found, room)].sort()
     return Taken(indices, values[order], found <= room, tell.sum())
 
 
-def launch(terms: Sum, threshold: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_split(terms: WeightedSum, threshold: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Start the kernel: indices and values in any order, how many are over the threshold, and what is NaN if M is."""
     from shoestring.comm.codecs.fused_kernel import split
 

@@ -1,76 +1,70 @@
-"""Codecs run without a network: several ranks in lockstep in one process."""
+"""Codecs run without a network: several ranks in lockstep in one process, or one rank whose peers echo it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Mean, Request, Swap, Turn
+from shoestring.comm.codecs.codec import (
+    AllGather,
+    AllToAll,
+    Codec,
+    Coding,
+    ExchangeContext,
+    Grads,
+    Mean,
+    Request,
+    advance,
+)
+from shoestring.comm.codecs.traffic import WireBytes, count_bytes
+
+Respond = Callable[[Sequence[Sequence[Request]]], list[list[Tensor]]]
 
 
-@dataclass
-class Traffic:
-    """What one rank handed to the wire in each stage, in bytes, by kind of request."""
-
-    stages: list[dict[str, int]] = field(default_factory=list)
-
-    def total(self, kind: str) -> int:
-        return sum(stage.get(kind, 0) for stage in self.stages)
-
-    def sent(self, ranks: int) -> float:
-        """Bytes that leave one rank when means travel in a ring and gathers are passed on round it."""
-        means, gathers, swaps = (self.total(kind) for kind in ("Mean", "Gather", "Swap"))
-        return 2 * (ranks - 1) / ranks * means + (ranks - 1) * gathers + (ranks - 1) / ranks * swaps
+def run_lockstep(codecs: Sequence[Codec], grads: Sequence[Grads], step: int = 0) -> WireBytes:
+    """Run one exchange of as many ranks as there are codecs; overwrites each rank's `grads` by the average."""
+    ranks = enumerate(zip(codecs, grads, strict=True))
+    codings = [codec.code(own, ExchangeContext(rank, len(codecs), step)) for rank, (codec, own) in ranks]
+    return _drive(codings, answer_all)
 
 
-def rehearse(codecs: Sequence[Codec], grads: Sequence[Grads], step: int = 0) -> Traffic:
-    """One exchange of as many ranks as there are codecs; overwrites each rank's `grads` with the average."""
-    size = len(codecs)
-    return lockstep([c.code(g, Turn(rank, size, step)) for rank, (c, g) in enumerate(zip(codecs, grads, strict=True))])
+def run_alone(coding: Coding, ranks: int) -> WireBytes:
+    """Run one rank's generator as if every one of `ranks` ranks had sent the same."""
+    return _drive([coding], lambda requests: [[_echo(request, ranks) for request in requests[0]]])
 
 
-def lockstep(codings: Sequence[Coding]) -> Traffic:
-    """Run the generators of all ranks side by side, answering each one's requests from all of them."""
-    traffic = Traffic()
-    asked = [next(coding, None) for coding in codings]
-    while asked[0] is not None:
-        traffic.stages.append(_bytes(asked[0]))
-        answers = answered([requests for requests in asked if requests is not None])
-        asked = [_send(coding, mine) for coding, mine in zip(codings, answers, strict=True)]
-    return traffic
+def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
+    """Run generators side by side; `respond` turns all ranks' requests into each rank's answers."""
+    sent = WireBytes()
+    requests = [advance(coding) for coding in codings]
+    while requests[0] is not None:
+        sent.stages.append(count_bytes(requests[0]))
+        answers = respond([own for own in requests if own is not None])
+        requests = [advance(coding, own) for coding, own in zip(codings, answers, strict=True)]
+    return sent
 
 
-def _send(coding: Coding, answers: list[Tensor]) -> Sequence[Request] | None:
-    try:
-        return coding.send(answers)
-    except StopIteration:
-        return None
-
-
-def _bytes(requests: Sequence[Request]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for request in requests:
-        kind = type(request).__name__
-        found[kind] = found.get(kind, 0) + request.tensor.numel() * request.tensor.element_size()
-    return found
-
-
-def answered(asked: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
-    """Every rank's answers to what all ranks asked for: one list for each rank, in the order of its requests."""
-    answers: list[list[Tensor]] = [[] for _ in asked]
-    for requests in zip(*asked, strict=True):
-        kinds = {(type(request), request.tensor.shape, request.tensor.dtype) for request in requests}
+def answer_all(requests: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
+    """Answer all ranks' requests: one list of answers for each rank, in the order of its requests."""
+    answers: list[list[Tensor]] = [[] for _ in requests]
+    for same in zip(*requests, strict=True):
+        kinds = {(type(request), request.tensor.shape, request.tensor.dtype) for request in same}
         assert len(kinds) == 1, f"ranks ask for different things: {kinds}"
-        stacked = torch.stack([request.tensor for request in requests])
-        for rank, mine in enumerate(answers):
-            match requests[rank]:
+        stacked = torch.stack([request.tensor for request in same])
+        for rank, own in enumerate(answers):
+            match same[rank]:
                 case Mean():
-                    mine.append(stacked.mean(0, dtype=torch.float64 if stacked.dtype == torch.float64 else None))
-                case Gather():
-                    mine.append(stacked.clone())
-                case Swap():
-                    mine.append(stacked[:, rank].clone())
+                    own.append(stacked.mean(0, dtype=torch.float64 if stacked.dtype == torch.float64 else None))
+                case AllGather():
+                    own.append(stacked.clone())
+                case AllToAll():
+                    own.append(stacked[:, rank].clone())
     return answers
+
+
+def _echo(request: Request, ranks: int) -> Tensor:
+    if isinstance(request, AllGather):
+        return request.tensor.expand(ranks, *request.tensor.shape).clone()
+    return request.tensor.clone()

@@ -44,10 +44,10 @@ class Matrix:
     def by_kernel(self) -> bool:
         thin = (len(self.Qt) if self.P is None else self.P.shape[1]) <= MOST  # pyright: ignore[reportArgumentType]
         whole = self.grad.is_contiguous() and self.residual.is_contiguous()
-        return thin and whole and fused.available(self.grad.device)
+        return thin and whole and fused.is_available(self.grad.device)
 
 
-def products(matrices: Sequence[Matrix]) -> list[Tensor]:
+def multiply(matrices: Sequence[Matrix]) -> list[Tensor]:
     """M Q, or Pᵀ M, of each; gradients and residuals stay."""
     scratch = None
     found = []
@@ -62,13 +62,13 @@ def products(matrices: Sequence[Matrix]) -> list[Tensor]:
     return found
 
 
-def build(each: Matrix) -> None:
+def build_sum(each: Matrix) -> None:
     """Put M in the place of the residual, where no kernel builds it."""
     if not each.by_kernel:
         each.residual.add_(each.grad)
 
 
-def undo(each: Matrix) -> None:
+def undo_sum(each: Matrix) -> None:
     """The inverse of `build`, but for rounding: beside a huge gradient, what was owed is rounded to nothing."""
     if not each.by_kernel:
         each.residual.sub_(each.grad)
@@ -79,7 +79,7 @@ def project(each: Matrix, P: Tensor) -> Tensor:
     return _left(each, P) if each.by_kernel else P.t() @ each.residual
 
 
-def leave(each: Matrix, P: Tensor, Qt: Tensor) -> None:
+def keep_remainder(each: Matrix, P: Tensor, Qt: Tensor) -> None:
     """What P Qᵀ leaves of M, which is built, becomes the residual."""
     if each.by_kernel:
         _outer(each.grad, each.residual, P, Qt, leaving=True)

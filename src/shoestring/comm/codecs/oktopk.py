@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.comm.codecs.bits import decode_indices, encode_indices
-from shoestring.comm.codecs.codec import Coding, Gather, Grads, Swap, Turn
-from shoestring.comm.codecs.topk import Flat, entries, exact, strongest, summed
+from shoestring.comm.codecs.codec import AllGather, AllToAll, Coding, ExchangeContext, Grads
+from shoestring.comm.codecs.topk import FlatCodec, count_entries, keep_largest, select_exact, sum_entries
 
 
-class OkTopK(Flat):
+class OkTopKCodec(FlatCodec):
     """The k largest of the sums of what the ranks selected, k / P of each region.
 
     The paper balances regions by gathering counts now and then; here all ranks know the indices of the last sums, and
@@ -44,33 +44,33 @@ class OkTopK(Flat):
         self.density, self.slack = density, slack
         self.dtype = torch.bfloat16 if wire == "bf16" else torch.float32
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         sizes = [grad.numel() for grad in grads.values()]
         n = sum(sizes)
         if not n:
             return
-        k = entries(n, self.density)
-        room, share = min(n, math.ceil(self.slack * k / turn.size)), min(n, math.ceil(k / turn.size))
+        k = count_entries(n, self.density)
+        room, share = min(n, math.ceil(self.slack * k / context.size)), min(n, math.ceil(k / context.size))
         e = self.flat("residual", grads)
         M = self.gathered(grads).add_(e)
-        hits = [self.kept("hits", name, M.new_empty(())) for name in grads]
-        bounds = boundaries([int(each) for each in torch.stack(hits).tolist()], sizes, turn.size)
-        where, what = _rows(M, exact(M, k), bounds, room)
+        hits = [self.get_state("hits", name, M.new_empty(())) for name in grads]
+        bounds = balance_regions([int(each) for each in torch.stack(hits).tolist()], sizes, context.size)
+        where, what = _rows(M, select_exact(M, k), bounds, room)
         sent = (what + 0 * M.sum()).to(self.dtype)
-        mine, theirs = yield [Swap(encode_indices(where, n)), Swap(sent)]
+        mine, theirs = yield [AllToAll(encode_indices(where, n)), AllToAll(sent)]
 
-        start = min(bounds[turn.rank], n - share)
-        end = max(bounds[turn.rank + 1], start + share)
+        start = min(bounds[context.rank], n - share)
+        end = max(bounds[context.rank + 1], start + share)
         # All that comes lies in this region, but for the places of zeros that fill up a message.
         received = decode_indices(mine, room, n).sub_(start).clamp_(0, end - start - 1)
-        total = summed(received, theirs.float(), out=M.new_empty(end - start))
-        best = exact(total, share)
+        total = sum_entries(received, theirs.float(), out=M.new_empty(end - start))
+        best = select_exact(total, share)
         largest, sums = best + start, total[best]
         rounded = sums.to(self.dtype)
-        answers = yield [Gather(encode_indices(largest[None], n)[0]), Gather(rounded)]
+        answers = yield [AllGather(encode_indices(largest[None], n)[0]), AllGather(rounded)]
 
         found, values = decode_indices(answers[0], share, n), answers[1].float()
-        average = summed(found, values / turn.size, out=e)
+        average = sum_entries(found, values / context.size, out=e)
         delivered = where.flatten()
         M.index_add_(0, delivered, sent.float().flatten() * (average[delivered] != 0), alpha=-1)
         M.index_add_(0, largest, (sums - rounded.float()) * (rounded != 0))
@@ -85,7 +85,7 @@ class OkTopK(Flat):
         self.state["hits"].update(zip(grads, torch.stack(hits).div_(2).floor_().add_(now).unbind(), strict=True))
 
 
-def boundaries(hits: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
+def balance_regions(hits: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
     """The starts of the ranks' regions, and the end: about as many hits in each, if those of a parameter are even.
 
     Every entry counts a little, so that regions without any hit are not unbounded.
@@ -108,7 +108,7 @@ def _rows(M: Tensor, indices: Tensor, bounds: list[int], room: int) -> tuple[Ten
     for rank, (start, end) in enumerate(pairwise(edges)):
         part = indices[start:end]
         if len(part) > room:
-            part = strongest(M, part, room)
+            part = keep_largest(M, part, room)
         where.append(F.pad(part, (0, room - len(part)), value=max(bounds[rank + 1] - 1, 0)))
         what.append(F.pad(M[part], (0, room - len(part))))
     return torch.stack(where), torch.stack(what)

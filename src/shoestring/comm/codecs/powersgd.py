@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_
-from shoestring.comm.codecs.codec import Codec, Coding, Grads, Mean, Turn
-from shoestring.comm.codecs.dense import flattened, spread
-from shoestring.comm.codecs.lowrank import Matrix, build, decode, leave, products, project, undo
+from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, Mean
+from shoestring.comm.codecs.dense import flatten, unflatten
+from shoestring.comm.codecs.lowrank import Matrix, build_sum, decode, keep_remainder, multiply, project, undo_sum
 
 RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
 
 
-class PowerSGD(Codec):
+class PowerSGDCodec(Codec):
     """Gradients of rank `rank`; vectors, and matrices for which that would save less than `least`, travel whole.
 
     State: "residual"; and of each matrix its newest factor, either "Qt" (r, m) or "P" (n, r).
@@ -55,13 +55,13 @@ class PowerSGD(Codec):
         self.start = start
         self.stages = 1 if alternate else 2
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
-        paying = [name for name, grad in grads.items() if turn.step >= self.start and self._pays(grad)]
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        paying = [name for name, grad in grads.items() if context.step >= self.start and self._pays(grad)]
         low = {name: grads[name].view(len(grads[name]), -1) for name in paying}
         whole = [grad for name, grad in grads.items() if name not in low]
         matrices = [self._matrix(name, grad) for name, grad in low.items()]
         if not matrices:
-            yield from averaged([], whole)
+            yield from average_tensors([], whole)
         elif self.alternate:
             yield from self._half(matrices, whole)
         else:
@@ -69,21 +69,21 @@ class PowerSGD(Codec):
 
     def _iteration(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
         """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
-        P = products(matrices)
-        yield from averaged(P, whole, self.dtype)
+        P = multiply(matrices)
+        yield from average_tensors(P, whole, self.dtype)
         orthogonalise(P)
         for each in matrices:
-            build(each)
+            build_sum(each)
         own = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
         mean = [Qt.clone() for Qt in own]
         try:
-            yield from averaged(mean, [], self.dtype)
+            yield from average_tensors(mean, [], self.dtype)
         except GeneratorExit:
             for each in matrices:
-                undo(each)
+                undo_sum(each)
             raise
         for each, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
-            leave(each, P_, own_)
+            keep_remainder(each, P_, own_)
             decode(each, P_, mean_)
             self.state["Qt"][each.name] = mean_
 
@@ -92,15 +92,15 @@ class PowerSGD(Codec):
 
         Or Q = mean(Mᵀ P) for such a P, and Q the next basis.
         """
-        matrices = _orthonormal(matrices)
-        own = products(matrices)
+        matrices = _orthonormalise_bases(matrices)
+        own = multiply(matrices)
         mean = [product.clone() for product in own]
-        yield from averaged(mean, whole, self.dtype)
+        yield from average_tensors(mean, whole, self.dtype)
         for each, own_, mean_ in zip(matrices, own, mean, strict=True):
             P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
             assert P is not None and Qt is not None
-            build(each)
-            leave(each, P, Qt)
+            build_sum(each)
+            keep_remainder(each, P, Qt)
             decode(each, *((mean_, Qt) if each.P is None else (P, mean_)))
             del self.state[other][each.name]
             self.state[kind][each.name] = mean_
@@ -113,17 +113,17 @@ class PowerSGD(Codec):
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
         """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
-        rank, residual = min(self.rank, *grad.shape), self.kept("residual", name, grad)
+        rank, residual = min(self.rank, *grad.shape), self.get_state("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         if name not in P and name not in Qt:
             Qt[name] = torch.randn(rank, grad.shape[1], generator=generator).to(grad.device)
         if name in P:
-            return Matrix(name, grad, residual, resized(P[name].t(), rank, generator).t(), None)
-        return Matrix(name, grad, residual, None, resized(Qt[name], rank, generator))
+            return Matrix(name, grad, residual, resize_basis(P[name].t(), rank, generator).t(), None)
+        return Matrix(name, grad, residual, None, resize_basis(Qt[name], rank, generator))
 
 
-def resized(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """A basis (r, m) with `rank` rows, for a run resumed with another rank: the first rows, or all rows and random
     ones of about their length."""
     r, m = basis.shape
@@ -133,15 +133,15 @@ def resized(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     return torch.cat([basis, drawn * (torch.linalg.vector_norm(basis) / (r * m) ** 0.5)])
 
 
-def averaged(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
+def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
     """Replace the factors, which travel as `dtype`, and the gradients that travel whole by their means over ranks."""
     groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
-    answers = yield [Mean(flattened(tensors, kind)) for tensors, kind in groups]
+    answers = yield [Mean(flatten(tensors, kind)) for tensors, kind in groups]
     for answer, (tensors, _) in zip(answers, groups, strict=True):
-        spread(answer, tensors)
+        unflatten(answer, tensors)
 
 
-def _orthonormal(matrices: list[Matrix]) -> list[Matrix]:
+def _orthonormalise_bases(matrices: list[Matrix]) -> list[Matrix]:
     """With orthonormal bases, copies."""
     found = [
         replace(each, P=None if each.P is None else each.P.clone(), Qt=None if each.Qt is None else each.Qt.clone())

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs.bits import pack, unpack
-from shoestring.comm.codecs.buckets import BLOCK, Layout, Part
-from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Swap, Turn
+from shoestring.comm.codecs.buckets import BLOCK, BucketLayout, BucketRange
+from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads
 
 
-class OwnerReduced(Codec):
+class ReduceScatterCodec(Codec):
     """Scatter-reduce and all-gather with a compression before each.
 
     The work is done in blocks that stay in the cache. State: "residual", where there is error feedback.
@@ -53,16 +53,16 @@ class OwnerReduced(Codec):
             entries: (buckets, 1), how many of each bucket's entries are no padding; fp32.
         """
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
         if not grads:
             return
-        noise, flats = generator(self.seed, turn, grads), [grad.view(-1) for grad in grads.values()]
-        owed = [each.view(-1) for each in self.keep("residual", grads)] if self.feedback else []
+        noise, flats = make_generator(self.seed, context, grads), [grad.view(-1) for grad in grads.values()]
+        owed = [each.view(-1) for each in self.get_states("residual", grads)] if self.feedback else []
         summands = [flats, owed] if self.feedback else [flats]
         # What compression leaves waits where the gradients were, until the last answers are there.
         left = [flat if flat.dtype == torch.float32 else flat.float() for flat in flats] if self.feedback else []
-        layout, row = Layout(flats, turn.size, self.bucket), turn.rank
+        layout, row = BucketLayout(flats, context.size, self.bucket), context.rank
         entries, step = layout.entries(), layout.step()
         levels = torch.zeros(len(entries), self.bucket, dtype=torch.int8, device=entries.device)
         scales = torch.empty_like(entries)
@@ -73,17 +73,17 @@ class OwnerReduced(Codec):
             self._compress(x, part.start, entries, (levels, scales), noise)
             if self.feedback:
                 part.write(x, left)
-        largest = scales.amax().expand(turn.size, 1)  # tells every rank whether all entries are finite
-        *theirs, _ = yield [Swap(each) for each in [*self._packed(levels, scales, turn.size), largest]]
+        largest = scales.amax().expand(context.size, 1)  # tells every rank whether all entries are finite
+        *theirs, _ = yield [AllToAll(each) for each in [*self._packed(levels, scales, context.size), largest]]
 
-        mine = layout.parts(layout.step(beside=turn.size), row, row + 1)
+        mine = layout.parts(layout.step(beside=context.size), row, row + 1)
         own = slice(mine[0].start, mine[-1].stop)
         averages = list(self._averages(theirs, mine, summands, row))
         for part, average in zip(mine, averages, strict=True):
             self._compress(average, part.start, entries, (levels, scales), noise)
             if self.feedback:
-                part.write(average.mul_(turn.size), left)
-        everywhere = yield [Gather(each[0]) for each in self._packed(levels[own], scales[own], 1)]
+                part.write(average.mul_(context.size), left)
+        everywhere = yield [AllGather(each[0]) for each in self._packed(levels[own], scales[own], 1)]
         if self.feedback:
             foreach_copy_(owed, left)
         levels, scales = (each.flatten(0, 1) for each in self._opened(everywhere))
@@ -115,7 +115,7 @@ class OwnerReduced(Codec):
         return codes.unflatten(1, (-1, self.bucket)), scales
 
     def _averages(
-        self, theirs: Sequence[Tensor], mine: Sequence[Part], summands: Sequence[Sequence[Tensor]], rank: int
+        self, theirs: Sequence[Tensor], mine: Sequence[BucketRange], summands: Sequence[Sequence[Tensor]], rank: int
     ) -> Iterator[Tensor]:
         """Of each part of this rank's row, the mean of what the others sent and of what it has itself, exactly."""
         levels, scales = self._opened(theirs)
@@ -126,7 +126,7 @@ class OwnerReduced(Codec):
             yield every.mean(0)
 
 
-class Quantize(OwnerReduced):
+class QuantizeCodec(ReduceScatterCodec):
     """Integers of `bits` bits times a scale for each bucket, its largest magnitude.
 
     Symmetric rather than from the least to the largest entry, so that a zero stays exactly zero: Adam would make steps
@@ -158,9 +158,9 @@ class Quantize(OwnerReduced):
         return q.round_().clamp_(-self.top, self.top), scale
 
 
-def generator(seed: int, turn: Turn, grads: Grads) -> torch.Generator:
+def make_generator(seed: int, context: ExchangeContext, grads: Grads) -> torch.Generator:
     """Noise of its own for each rank, step, and set of gradients."""
-    words = repr((seed, turn.step, turn.rank, *grads)).encode()
+    words = repr((seed, context.step, context.rank, *grads)).encode()
     number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
     return torch.Generator(next(iter(grads.values())).device).manual_seed(number)
 

@@ -7,11 +7,11 @@ import zlib
 import torch
 from torch import Tensor
 
-from shoestring.comm.codecs.codec import Coding, Grads, Mean, Turn
-from shoestring.comm.codecs.topk import Flat, entries
+from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
+from shoestring.comm.codecs.topk import FlatCodec, count_entries
 
 
-class RandomK(Flat):
+class RandomKCodec(FlatCodec):
     """The average of k random entries, the same on all ranks, by one all-reduce of k values.
 
     State: "residual", where there is feedback.
@@ -37,14 +37,14 @@ class RandomK(Flat):
         super().__init__()
         self.density, self.block, self.dtype, self.feedback, self.seed = density, block, dtype, feedback, seed
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         n = sum(grad.numel() for grad in grads.values())
         if not n:
             return
         M = self.gathered(grads)
         if self.feedback:
             M += self.flat("residual", grads)
-        indices = self.drawn(n, zlib.crc32(repr((self.seed, turn.step, *grads)).encode()), M.device)
+        indices = self.drawn(n, zlib.crc32(repr((self.seed, context.step, *grads)).encode()), M.device)
         own = M[indices] if self.feedback else M[indices] * (n / len(indices))
         sent = own.to(self.dtype)
         # An entry that is not finite must show at once, though it may not be among those that are sent.
@@ -64,7 +64,7 @@ class RandomK(Flat):
         """
         block = min(self.block, n)
         blocks = n // block
-        k = entries(blocks, self.density)
+        k = count_entries(blocks, self.density)
         generator = torch.Generator(device).manual_seed(seed)
         starts = torch.arange(k + 1, device=device) * blocks // k
         within = (torch.rand(k, generator=generator, dtype=torch.float64, device=device) * starts.diff()).long()

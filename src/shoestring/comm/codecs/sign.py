@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.comm.codecs.quantize import OwnerReduced
+from shoestring.comm.codecs.quantize import ReduceScatterCodec
 
 
-class Sign(OwnerReduced):
+class SignCodec(ReduceScatterCodec):
     """(‖M‖₁ / n) sign(M) of each bucket of n entries, to the owners and, of their averages, back.
 
     The paper's scale is one for each layer; one for each bucket leaves less out and costs 32 bits a bucket. A bucket

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
-from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Turn
+from shoestring.comm.codecs.codec import AllGather, Codec, Coding, ExchangeContext, Grads
 
 CHUNK = 4096  # entries
 
 
-class ChunkedTopK(Codec):
+class SparseLoCoCodec(Codec):
     """Of every 4096 entries the `k` largest: M = beta e + g; e = M - what of it was sent.
 
     State: "residual". Tensors are cut into chunks as they lie in memory, each for itself.
@@ -37,32 +37,32 @@ class ChunkedTopK(Codec):
         super().__init__()
         self.k, self.beta = k, beta
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
         if not grads:
             return
-        tensors, residuals = list(grads.values()), self.keep("residual", grads)
-        M, parts, lengths = in_chunks(tensors)
+        tensors, residuals = list(grads.values()), self.get_states("residual", grads)
+        M, parts, lengths = cut_into_chunks(tensors)
         foreach_copy_(parts, residuals)
         M *= self.beta
         foreach_add_(parts, [tensor.float() for tensor in tensors])
 
         within = torch.arange(CHUNK, device=M.device) < lengths[:, None]
         indices = M.abs().topk(self.k, sorted=False).indices.sort().values
-        codes, levels = quantized(M.gather(1, indices), within.gather(1, indices))
-        theirs = yield [Gather(encode_indices(indices, CHUNK)), Gather(pack(codes, 2)), Gather(levels)]
+        codes, levels = quantize(M.gather(1, indices), within.gather(1, indices))
+        theirs = yield [AllGather(encode_indices(indices, CHUNK)), AllGather(pack(codes, 2)), AllGather(levels)]
 
-        M.scatter_add_(1, indices, -restored(codes, levels))
+        M.scatter_add_(1, indices, -dequantize(codes, levels))
         foreach_copy_(residuals, parts)
         M.zero_()
         for places, packed, sizes in zip(*theirs, strict=True):  # ranks in the same order everywhere: equal bits
-            sent = restored(unpack(packed, 2, self.k), sizes)
+            sent = dequantize(unpack(packed, 2, self.k), sizes)
             M.scatter_add_(1, decode_indices(places, self.k, CHUNK), sent)
-        M /= turn.size
+        M /= context.size
         foreach_copy_(tensors, parts)
 
 
-def in_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+def cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
     """Room for all tensors, each from the start of a chunk: (zeros (chunks, CHUNK), its parts in the tensors' shapes,
     how many entries of each chunk are no padding (chunks,))."""
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
@@ -75,25 +75,25 @@ def in_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
     return room, parts, lengths.to(room.device)
 
 
-def quantized(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Values (chunks, k) as codes of two bits in uint8, and two magnitudes a chunk in bf16.
 
     The magnitudes are the means of those up to the chunk's mean and of those above it; entries that do not count are
     left out of them.
     """
     size, weight = values.abs(), counts.to(values.dtype)
-    middle = mean(size, weight)
+    middle = weighted_mean(size, weight)
     large = size > middle
-    levels = torch.cat([mean(size, weight * ~large), mean(size, weight * large)], dim=1).bfloat16()
+    levels = torch.cat([weighted_mean(size, weight * ~large), weighted_mean(size, weight * large)], dim=1).bfloat16()
     return (values < 0).to(torch.uint8) << 1 | large.to(torch.uint8), levels
 
 
-def mean(values: Tensor, weight: Tensor) -> Tensor:
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Along the last dimension, which stays; 0 where nothing counts."""
     return (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=1)
 
 
-def restored(codes: Tensor, levels: Tensor) -> Tensor:
+def dequantize(codes: Tensor, levels: Tensor) -> Tensor:
     """The inverse of `quantized`, in fp32."""
     sizes = levels.float().gather(1, (codes & 1).long())
     return torch.where(codes > 1, -sizes, sizes)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shoestring._torch import foreach_mul_
 from shoestring.comm.codecs.bits import pack, unpack
-from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Request, Swap, Turn
-from shoestring.comm.codecs.dense import flattened, spread, views
-from shoestring.comm.codecs.quantize import add_noise_, generator
+from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads, Request
+from shoestring.comm.codecs.dense import flatten, split_like, unflatten
+from shoestring.comm.codecs.quantize import add_noise_, make_generator
 
 
-class TernGrad(Codec):
+class TernGradCodec(Codec):
     """s sign(g) b of each tensor, where b is 1 with probability |g| / s and s is shared by the ranks; no state.
 
     Without bias but for clipping, so without a residual. Entries are clipped at s, the largest over the ranks of
@@ -27,27 +27,28 @@ class TernGrad(Codec):
             They are fewer from three ranks on.
     """
 
-    def __init__(self, *, clip: float = 2.5, owners: bool = False, seed: int = 0) -> None:
+    def __init__(self, *, clip: float = 2.5, reduce_scatter: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.clip, self.owners, self.seed = clip, owners, seed
-        self.stages = 3 if owners else 2
+        self.clip, self.reduce_scatter, self.seed = clip, reduce_scatter, seed
+        self.stages = 3 if reduce_scatter else 2
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
         if not grads:
             return
         tensors = list(grads.values())
-        flat = flattened(tensors)
-        parts = views(flat, tensors)
-        (scales,) = yield [Gather(self._scales(parts))]
+        flat = flatten(tensors)
+        parts = split_like(flat, tensors)
+        (scales,) = yield [AllGather(self._scales(parts))]
         s = scales.amax(0)
         foreach_mul_(parts, list(s.reciprocal().nan_to_num_(0, posinf=0)))
-        add_noise_(flat, generator(self.seed, turn, grads))
+        add_noise_(flat, make_generator(self.seed, context, grads))
         levels = flat.round_().clamp_(-1, 1).add_(1).to(torch.uint8)
-        sums = yield from (_at_owners if self.owners else _everywhere)(levels, turn.size)
-        flat.copy_(sums).sub_(turn.size)
-        foreach_mul_(parts, list(s / turn.size))
-        spread(flat, tensors)
+        sum_over_ranks = _reduce_scatter if self.reduce_scatter else _gather_and_sum
+        sums = yield from sum_over_ranks(levels, context.size)
+        flat.copy_(sums).sub_(context.size)
+        foreach_mul_(parts, list(s / context.size))
+        unflatten(flat, tensors)
 
     def _scales(self, parts: list[Tensor]) -> Tensor:
         """(layers,) the largest magnitude of each, but at most 2.5 σ."""
@@ -56,24 +57,24 @@ class TernGrad(Codec):
         return torch.minimum(largest, self.clip * sigma)
 
 
-def _everywhere(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
+def _gather_and_sum(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
     """The sums over the ranks of levels (n,) from 0 to 2: gather all, sum here."""
-    (theirs,) = yield [Gather(pack(levels[None], 2)[0])]
-    sums = levels.new_zeros(len(levels), dtype=_counter(ranks))
+    (theirs,) = yield [AllGather(pack(levels[None], 2)[0])]
+    sums = levels.new_zeros(len(levels), dtype=_counter_dtype(ranks))
     for each in theirs:
         sums += unpack(each[None], 2, len(levels))[0]
     return sums
 
 
-def _at_owners(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
+def _reduce_scatter(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
     """The same, each rank summing an equal part of the entries."""
     rows = F.pad(levels, (0, -len(levels) % ranks)).view(ranks, -1)
-    (theirs,) = yield [Swap(pack(rows, 2))]
-    part = unpack(theirs, 2, rows.shape[1]).sum(0, dtype=_counter(ranks))
+    (theirs,) = yield [AllToAll(pack(rows, 2))]
+    part = unpack(theirs, 2, rows.shape[1]).sum(0, dtype=_counter_dtype(ranks))
     bits = (2 * ranks).bit_length()
-    (sums,) = yield [Gather(pack(part[None], bits)[0])]
+    (sums,) = yield [AllGather(pack(part[None], bits)[0])]
     return unpack(sums, bits, rows.shape[1]).flatten()[: len(levels)]
 
 
-def _counter(ranks: int) -> torch.dtype:
+def _counter_dtype(ranks: int) -> torch.dtype:
     return torch.uint8 if 2 * ranks < 256 else torch.int16

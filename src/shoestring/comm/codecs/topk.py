@@ -17,12 +17,12 @@ from torch import Tensor
 from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs import fused
 from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
-from shoestring.comm.codecs.codec import Codec, Coding, Gather, Grads, Request, Turn
-from shoestring.comm.codecs.dense import flattened, spread, views
-from shoestring.comm.codecs.fused import Sum
+from shoestring.comm.codecs.codec import AllGather, Codec, Coding, ExchangeContext, Grads, Request
+from shoestring.comm.codecs.dense import flatten, split_like, unflatten
+from shoestring.comm.codecs.fused import WeightedSum
 
-How = Literal["exact", "sampled", "mstopk"]
-Form = Literal["fp32", "bf16", "int8", "int4", "int2"]
+Selection = Literal["exact", "sampled", "mstopk"]
+WireType = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
 RANK = 128  # of the threshold among the magnitudes of a sample
 SAMPLES = 2**17  # and no more than these
@@ -31,7 +31,7 @@ BUCKET = 512  # values that share a least and a largest magnitude
 ATTEMPTS = 10
 
 
-class Flat(Codec):
+class FlatCodec(Codec):
     """A codec that works on all gradients of an exchange as one flat fp32 tensor.
 
     The parameters' kept states are views of flat tensors, so state is replaced by exchanging rooms, without a copy.
@@ -47,22 +47,22 @@ class Flat(Codec):
         tensors = list(grads.values())
         room = self._rooms.pop(tuple(grads), None)
         if room is None:
-            return flattened(tensors)
-        foreach_copy_(views(room, tensors), tensors)
+            return flatten(tensors)
+        foreach_copy_(split_like(room, tensors), tensors)
         return room
 
     def spread(self, grads: Grads, flat: Tensor) -> None:
         """The inverse of `gathered`."""
-        spread(flat, list(grads.values()))
+        unflatten(flat, list(grads.values()))
         self._rooms[tuple(grads)] = flat
 
     def flat(self, kind: str, grads: Grads) -> Tensor:
         """`keep` as one tensor that shares its memory."""
-        kept = self.keep(kind, grads)
+        kept = self.get_states(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
         if whole is None or any(mine is not part for mine, part in zip(kept, parts, strict=True)):
             self._forget(kind, grads)
-            whole = flattened(kept)
+            whole = flatten(kept)
             self.replace(kind, grads, whole)
         return whole
 
@@ -75,12 +75,12 @@ class Flat(Codec):
 
     def replace(self, kind: str, grads: Grads, whole: Tensor) -> None:
         """Make `whole` the kept state."""
-        parts = views(whole, list(grads.values()))
+        parts = split_like(whole, list(grads.values()))
         self._flats[kind, *grads] = whole, parts
         self.state[kind].update(zip(grads, parts, strict=True))
 
 
-class Sparse(Flat):
+class SparseCodec(FlatCodec):
     """A codec that sends selected entries. State: "residual".
 
     Args:
@@ -93,13 +93,15 @@ class Sparse(Flat):
 
     stages = 1
 
-    def __init__(self, density: float, *, how: How = "exact", wire: Form = "fp32", per_layer: bool = False) -> None:
+    def __init__(
+        self, density: float, *, selection: Selection = "exact", wire: WireType = "fp32", per_layer: bool = False
+    ) -> None:
         super().__init__()
         self.density, self.per_layer = density, per_layer
-        self.how: How = how
-        self.wire: Form = wire
+        self.selection: Selection = selection
+        self.wire: WireType = wire
 
-    def select(self, terms: Sum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
+    def select(self, terms: WeightedSum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
         """What is sent of M, the sum of `terms`, whose parts have these sizes; M is in the place of `terms.g` then.
 
         Returns:
@@ -107,7 +109,9 @@ class Sparse(Flat):
         """
         start, indices, values = 0, [], []
         for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
-            where, what = selected(terms.part(slice(start, start + size)), entries(size, density), self.how)
+            where, what = select_entries(
+                terms.part(slice(start, start + size)), count_entries(size, density), self.selection
+            )
             indices.append(where + start)
             values.append(what)
             start += size
@@ -117,23 +121,23 @@ class Sparse(Flat):
         """What travels of k of n entries, and the values (k,) that the others will read."""
         coded = encode_values(values, self.wire)
         sent = values if self.wire == "fp32" else decode_values([each[None] for each in coded], self.wire, len(values))
-        return [Gather(each) for each in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
+        return [AllGather(each) for each in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
     def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
         """The average of what all ranks sent, in `out`."""
         values = decode_values(answers[1:], self.wire, k)
-        return summed(decode_indices(answers[0], k, len(out)), values / len(values), out)
+        return sum_entries(decode_indices(answers[0], k, len(out)), values / len(values), out)
 
 
-class TopK(Sparse):
+class TopKCodec(SparseCodec):
     """The largest entries of gradient and residual. See `Sparse` for the arguments."""
 
-    def code(self, grads: Grads, turn: Turn) -> Coding:
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         sizes = [grad.numel() for grad in grads.values()]
         if not sum(sizes):
             return
         e, M = self.flat("residual", grads), self.gathered(grads)
-        indices, values = self.select(Sum(M, e), sizes, self.density)
+        indices, values = self.select(WeightedSum(M, e), sizes, self.density)
         requests, sent = self.encode(indices, values, len(M))
         answers = yield requests
         M[indices] = values - sent
@@ -141,11 +145,11 @@ class TopK(Sparse):
         self.spread(grads, self.decode(answers, len(indices), out=e))
 
 
-def entries(n: int, density: float) -> int:
+def count_entries(n: int, density: float) -> int:
     return min(n, max(1, round(density * n)))
 
 
-def summed(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
+def sum_entries(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
     """Put the sum of every rank's entries (ranks, k) into `out`, zero elsewhere; always in the order of the ranks."""
     out.zero_()
     for where, what in zip(indices, values, strict=True):
@@ -153,50 +157,50 @@ def summed(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def selected(terms: Sum, k: int, how: How) -> tuple[Tensor, Tensor]:
+def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Tensor, Tensor]:
     """Indices (k,), ascending, and values of one sum of terms: by the kernel that reads memory once, if it can be."""
     n = len(terms)
-    if how != "mstopk" and 4 * k <= n and fused.available(terms.g.device):
-        threshold, _ = thresholds(terms.sampled(_stride(n, k)).abs(), n, k)
-        if found := fused.picked(terms, k, threshold, largest=how == "exact"):
+    if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
+        threshold, _ = estimate_thresholds(terms.sampled(_stride(n, k)).abs(), n, k)
+        if found := fused.pick_entries(terms, k, threshold, largest=selection == "exact"):
             return found
         M = terms.g
     else:
         M = terms.built()
-    indices = SELECTIONS[how](M, k)
+    indices = SELECTIONS[selection](M, k)
     return indices, M[indices] + 0 * M.sum()
 
 
 # -- selection: indices (k,), ascending, of x (n,) ------------------------------------------------------------------
 
 
-def exact(x: Tensor, k: int) -> Tensor:
+def select_exact(x: Tensor, k: int) -> Tensor:
     """The k largest magnitudes."""
     if x.is_cuda or 4 * k > len(x):
         return x.abs().topk(k, sorted=False).indices.sort().values
-    return strongest(x, _candidates(x, k), k)
+    return keep_largest(x, _candidates(x, k), k)
 
 
-def sampled(x: Tensor, k: int) -> Tensor:
+def select_sampled(x: Tensor, k: int) -> Tensor:
     """Any k, evenly spread, of at most 1.3 k above a threshold; the largest ones if it let through more."""
     if 4 * k > len(x):
-        return exact(x, k)
+        return select_exact(x, k)
     hits = _candidates(x, k)
     if len(hits) > 1.3 * k:
-        return strongest(x, hits, k)
+        return keep_largest(x, hits, k)
     return hits[torch.arange(k, device=x.device) * len(hits) // k]
 
 
-def mstopk(x: Tensor, k: int) -> Tensor:
+def select_mstopk(x: Tensor, k: int) -> Tensor:
     """MSTopK's threshold search between the mean and the largest magnitude, on what can still be selected."""
     a = x.abs()
     low, high = float(a.mean()), float(a.amax())
-    certain, rest = beyond(x, high), None
+    certain, rest = indices_above(x, high), None
     for _ in range(3 * ATTEMPTS):
         threshold = (low + high) / 2
         if not low < threshold < high:
             break
-        hits = beyond(x, threshold) if rest is None else rest[a[rest] > threshold]
+        hits = indices_above(x, threshold) if rest is None else rest[a[rest] > threshold]
         if len(hits) > k:
             low, rest = threshold, hits
         else:
@@ -204,12 +208,16 @@ def mstopk(x: Tensor, k: int) -> Tensor:
         if len(hits) == k:
             return hits
     if rest is None:  # fewer than k are above the mean
-        return exact(x, k)
+        return select_exact(x, k)
     next_ones = rest[a[rest] <= high][: k - len(certain)]
     return torch.cat([certain, next_ones]).sort().values
 
 
-SELECTIONS: dict[How, Callable[[Tensor, int], Tensor]] = {"exact": exact, "sampled": sampled, "mstopk": mstopk}
+SELECTIONS: dict[Selection, Callable[[Tensor, int], Tensor]] = {
+    "exact": select_exact,
+    "sampled": select_sampled,
+    "mstopk": select_mstopk,
+}
 
 
 def chunk_topk(flat: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -223,7 +231,7 @@ def chunk_topk(flat: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     return indices, rows.gather(1, indices)
 
 
-def beyond(x: Tensor, threshold: float) -> Tensor:
+def indices_above(x: Tensor, threshold: float) -> Tensor:
     """Indices of magnitudes above the threshold, ascending."""
     if x.is_cuda:
         return (x.abs() > threshold).nonzero().view(-1)
@@ -235,12 +243,12 @@ def beyond(x: Tensor, threshold: float) -> Tensor:
 
 def _candidates(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest magnitudes and a few more, from a threshold that a sample says is low enough."""
-    likely, surer = thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
-    hits = beyond(x, float(likely))
+    likely, surer = estimate_thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
+    hits = indices_above(x, float(likely))
     for threshold in (float(surer), 0.0):
         if len(hits) >= k:
             return hits
-        hits = beyond(x, threshold)
+        hits = indices_above(x, threshold)
     return hits if len(hits) >= k else _filled(hits, k)
 
 
@@ -249,14 +257,14 @@ def _stride(n: int, k: int) -> int:
     return max(1, k // RANK, n // SAMPLES) | 1
 
 
-def thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+def estimate_thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely."""
     rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
     return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
 
 
-def strongest(x: Tensor, hits: Tensor, k: int) -> Tensor:
+def keep_largest(x: Tensor, hits: Tensor, k: int) -> Tensor:
     """Those k of the indices `hits` at which x is largest in magnitude."""
     return hits[x[hits].abs().topk(k, sorted=False).indices.sort().values]
 
@@ -271,7 +279,7 @@ def _filled(hits: Tensor, k: int) -> Tensor:
 # -- values on the wire ---------------------------------------------------------------------------------------------
 
 
-def encode_values(values: Tensor, form: Form) -> list[Tensor]:
+def encode_values(values: Tensor, form: WireType) -> list[Tensor]:
     """Values (k,) as tensors to gather.
 
     An integer is a sign and the level of the magnitude between the least and the largest of its bucket: of selected
@@ -289,7 +297,7 @@ def encode_values(values: Tensor, form: Form) -> list[Tensor]:
     return [torch.cat([low, step], dim=1), pack(codes.view(1, -1)[:, : len(values)], bits)[0]]
 
 
-def decode_values(coded: Sequence[Tensor], form: Form, k: int) -> Tensor:
+def decode_values(coded: Sequence[Tensor], form: WireType, k: int) -> Tensor:
     """(ranks, k) in fp32, of every rank's `encode_values`."""
     if form in ("fp32", "bf16"):
         return coded[0].float()

@@ -1,14 +1,14 @@
-"""Who exchanges what, and when: after HiPress's coordinator (Bai et al., SOSP 2021), on torch's collectives.
+"""Decides which gradients are exchanged together, and when (after HiPress's coordinator, Bai et al., SOSP 2021).
 
-All parameters are dealt into `parts` cohorts of about equal size, in the order in which a backward pass usually brings
-their gradients. All that a cohort sends in one stage travels at once, so the number of collectives is parts x stages,
-whatever the numbers of parameters and of DDP's buckets are. Cohorts do not depend on the buckets, which DDP rebuilds
-after the first step of every start.
+All parameters are dealt into `parts` cohorts of about the same number of bytes, in the usual order in which a backward
+pass produces their gradients. Everything that a cohort sends in one stage travels at once, so there are parts x stages
+collectives, whatever the numbers of parameters and DDP buckets. Cohorts do not depend on the buckets, because DDP
+rebuilds those after the first step of every start.
 
-Each channel is one thread with process groups of its own that takes every n-th cohort from start to end. Gradients
-arrive in an order that is the same on all ranks, so cohorts fill up and collectives are issued in the same order too,
-and never in one that depends on how fast a rank is. (Torch's PowerSGD hook issues from completion threads, where it
-does, and aborts on Gloo with several buckets.)
+Each channel is one thread with its own process groups, and takes every n-th cohort from start to end. Gradients arrive
+in the same order on all ranks, so cohorts fill up and collectives are issued in the same order too, however fast a rank
+is. (Torch's PowerSGD hook issues collectives from completion threads, in an order that depends on speed, and aborts on
+Gloo with several buckets.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from shoestring._torch import foreach_mul_
 from shoestring.comm.codecs.codec import Codec, Grads
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import naming
-from shoestring.comm.exchange.worker import Task, Worker
+from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
@@ -36,22 +36,23 @@ After = Callable[[Exception | None], None]
 
 @dataclass(eq=False)
 class Cohort:
-    """Gradients that are exchanged together, and what to do once they are averages."""
+    """Gradients that are exchanged together, and callbacks for when they are averaged."""
 
     names: Sequence[str]
     step: int = 0
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
-    averaged: bool = False  # once exchanged: whether every rank's gradients were finite
+    averaged: bool = False  # after the exchange: whether the gradients of all ranks were finite
 
     def __str__(self) -> str:
-        return f"the exchange of {several(self.names)} at step {self.step}"
+        return f"the exchange of {join_names(self.names)} at step {self.step}"
 
 
 class Channel:
-    """A thread that exchanges cohorts over one route, in the order in which it is given them.
+    """A thread that exchanges cohorts over one route, in the order of their submission.
 
-    Without a thread, whoever submits a cohort exchanges it: where a step has one part, nothing could go on meanwhile.
+    Without a thread, the caller of `submit` exchanges the cohort itself: with one part a step there is nothing to
+    overlap.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Channel:
         self.route, self.codec, self.scale = route, codec, scale
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
 
-    def submit(self, cohort: Cohort) -> Task[None]:
-        # Each stage is at most a collective by owners, which is two; the torus adds one before and one after them.
-        task = Task[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
+    def submit(self, cohort: Cohort) -> WorkerTask[None]:
+        # A stage is at most two collectives (a small mean is two all-to-alls); the torus adds one before and one after.
+        task = WorkerTask[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
         return self.worker.submit(task, partial(self._run, cohort))
 
     def close(self) -> None:
@@ -70,10 +71,10 @@ class Channel:
             self.route.close()
 
     def _run(self, cohort: Cohort) -> None:
-        """Exchange a cohort, and tell those who wait for it; whoever waits for the result raises the error there."""
+        """Exchange a cohort and call its callbacks. An error goes to them, and is raised by the task's `result`."""
         error = None
         try:
-            with naming(str(cohort)):
+            with naming_failures(str(cohort)):
                 cohort.averaged = self._exchange(cohort)
         except Exception as caught:
             error = caught
@@ -83,7 +84,7 @@ class Channel:
             raise error
 
     def _exchange(self, cohort: Cohort) -> bool:
-        """Without the scale of the loss, which changes: what is left of a gradient for later steps keeps its size."""
+        """Exchange gradients without the loss scale, which changes between steps, so that residuals keep their size."""
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)
@@ -94,13 +95,13 @@ class Channel:
 
 
 class Coordinator:
-    """Turns gradients that arrive into exchanges, one round a step.
+    """Turns arriving gradients into exchanges, one round a step.
 
     Args:
-        routes: where they travel, one for each channel.
-        sizes: the bytes of every parameter that arrives in each round, by name, in the order of a forward pass.
-        parts: cohorts of a round.
-        scale: what gradients are multiplied by when they arrive, and averages must be; asked once a cohort.
+        routes: one route for each channel.
+        sizes: bytes of every parameter that arrives in each round, by name, in the order of a forward pass.
+        parts: number of cohorts in a round.
+        scale: the loss scale of arriving gradients, which their averages must have too; called once a cohort.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class Coordinator:
         scale: Callable[[], float],
     ) -> None:
         self.codec, self.sizes, self.scale = codec, sizes, scale
-        self.cohorts = dealt(sizes, parts)
+        self.cohorts = deal_cohorts(sizes, parts)
         threaded = len(self.cohorts) > 1
         self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
-        self._running: list[Task[None]] = []
+        self._running: list[WorkerTask[None]] = []
         self._newest: dict[int, Cohort] = {}
         self._submitted = 0
 
@@ -129,16 +130,16 @@ class Coordinator:
             channel.close()
 
     def begin(self) -> None:
-        """A round begins; what is left of one that was broken off, by an error in a backward pass, is dropped."""
+        """Begin a round; drop what is left of a round that an error in a backward pass broke off."""
         self._open.clear()
         self._running.clear()
         self._newest.clear()
         self._submitted = 0
 
     def arrive(self, grads: Grads, after: After) -> None:
-        """Take gradients; `after` is called on a channel's thread once all are averages, or with the error."""
+        """Take gradients; `after` is called on a channel's thread once all are averaged, or with the error."""
         parts = {self._part[name] for name in grads}
-        once = _last_of(len(parts), after)
+        once = _call_once_after(len(parts), after)
         for part in parts:
             cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round))
             self._newest[part] = cohort
@@ -154,18 +155,18 @@ class Coordinator:
 
         Raises:
             RuntimeError: from torch, when a rank is lost or late. PeerError: an exchange has not ended in time.
-            ShoestringError: some gradients have not arrived, so that those of their cohort cannot be exchanged.
+            ShoestringError: some gradients have not arrived, so their cohort cannot be exchanged.
         """
         missing = [name for cohort in self._open.values() for name in cohort.names if name not in cohort.grads]
         if missing:
-            raise ShoestringError(f"no gradient of {several(missing)} has arrived in the backward pass")
+            raise ShoestringError(f"no gradient of {join_names(missing)} has arrived in the backward pass")
         running, self._running = self._running, []
         with span("exposed", "wait"):
             for task in running:
                 task.result()
 
     def exchange(self, grads: Grads) -> None:
-        """A whole round at once; returns when `grads` are averages. Raises as `wait` does."""
+        """Exchange a whole round; returns when `grads` are averages. Raises as `wait` does."""
         self.begin()
         self.arrive(grads, lambda _: None)
         self.wait()
@@ -175,21 +176,21 @@ class Coordinator:
         channel = self.channels[self._submitted % len(self.channels)]
         self._submitted += 1
         if self._submitted == len(self.cohorts):
-            cohort.after.insert(0, self._ended(time.perf_counter()))
+            cohort.after.insert(0, self._measure_exposed(time.perf_counter()))
             self._submitted = 0
             self.round += 1
         self._running.append(channel.submit(cohort))
 
-    def _ended(self, arrived: float) -> After:
+    def _measure_exposed(self, arrived: float) -> After:
         def after(_: Exception | None) -> None:
             self.exposed = time.perf_counter() - arrived
 
         return after
 
-    def take_back(self, name: str, delivered: Tensor) -> None:
-        """Owe again an average of this round that could not be used; one that is not finite took nothing from state."""
+    def return_to_residual(self, name: str, average: Tensor) -> None:
+        """Put an unused average of this round back into the residual; a non-finite one has not changed the residual."""
         if self._newest[self._part[name]].averaged:
-            self.codec.take_back(name, self.channels[0].route.own(delivered / self.scale()))
+            self.codec.return_to_residual(name, self.channels[0].route.own(average / self.scale()))
 
     @property
     def sent(self) -> int:
@@ -203,32 +204,32 @@ class Coordinator:
         self.round = state_dict["round"]
         self.codec.load_state_dict(state_dict["codec"])
 
-    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """See `Codec.merged`."""
-        return {"round": states[0]["round"], "codec": self.codec.merged([state["codec"] for state in states])}
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """See `Codec.merge_states`."""
+        return {"round": states[0]["round"], "codec": self.codec.merge_states([state["codec"] for state in states])}
 
 
-def dealt(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """The names in reverse, in at most `parts` runs of about equal size."""
+def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """The names in reverse, in at most `parts` runs of about the same number of bytes."""
     runs: list[list[str]] = []
-    seen, total = 0, sum(sizes.values())
+    passed, total = 0, sum(sizes.values())
     for name in reversed(sizes):
-        if not runs or seen * parts >= len(runs) * total:
+        if not runs or passed * parts >= len(runs) * total:
             runs.append([])
         runs[-1].append(name)
-        seen += sizes[name]
+        passed += sizes[name]
     return runs
 
 
-def several(names: Sequence[str]) -> str:
-    """Names in a sentence: all of two, the first and the last of more."""
+def join_names(names: Sequence[str]) -> str:
+    """Names in a sentence: both of two, the first and the last of more."""
     if len(names) < 3:
         return " and ".join(f"`{name}`" for name in names)
     return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"
 
 
-def _last_of(count: int, after: After) -> After:
-    """Call `after` at the last of so many calls, with the first error of all of them."""
+def _call_once_after(count: int, after: After) -> After:
+    """A callback that calls `after` at the last of `count` calls, with the first error among them."""
     errors: list[Exception | None] = []
     lock = threading.Lock()
 
@@ -237,6 +238,6 @@ def _last_of(count: int, after: After) -> After:
             errors.append(error)
             last = len(errors) == count
         if last:
-            after(next((each for each in errors if each is not None), None))
+            after(next((raised for raised in errors if raised is not None), None))
 
     return once

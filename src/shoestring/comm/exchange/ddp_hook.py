@@ -1,4 +1,4 @@
-"""DDP's communication hook: buckets go to the coordinator, and their Futures are finished by its channels."""
+"""DDP's communication hook: passes buckets to the coordinator, whose channels complete their Futures."""
 
 # Without postponed annotations: torch compares those of a hook with its own types.
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring._torch import GradBucket, after_backward, rebucket
 from shoestring.comm.exchange.coordinator import Coordinator
 
-LEAST = 2**20  # bytes of a bucket: that of DDP's first, which torch.compile takes for the smallest
+SMALLEST = 2**20  # bytes of the smallest bucket: DDP's first one, which torch.compile takes for the smallest
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """One parameter's place in a bucket, and its gradient as it was when the bucket was handed over."""
+    """One parameter's view of a bucket, and its gradient when DDP called the hook for the bucket."""
 
     name: str
     parameter: Tensor
@@ -27,7 +27,7 @@ class Delivery:
 
     @property
     def used(self) -> bool:
-        """Whether DDP made the average in the bucket the gradient; it does not where no rank used the parameter."""
+        """Whether DDP made the average in the bucket the gradient; it does not when no rank used the parameter."""
         grad = self.parameter.grad
         if grad is None:
             return False
@@ -35,48 +35,48 @@ class Delivery:
         return not untouched or grad.data_ptr() == self.view.data_ptr()
 
 
-class Arriving:
+class HookState:
     """The state of the hook of one DDP model.
 
     Args:
-        part: bytes of a part of the step's gradients.
+        part: bytes of one part of the step's gradients.
     """
 
     def __init__(self, coordinator: Coordinator, model: DistributedDataParallel, part: int) -> None:
         self.coordinator, self.model = coordinator, model
         self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         self.deliveries: list[Delivery] = []
-        # DDP hands over a part before it has the next one: two buckets a part, unless its own are smaller. With its
-        # usual 25 MB a small model has a single bucket, and nothing travels during the backward pass.
+        # With two buckets a part, DDP passes on a part before the next one is complete. With DDP's usual 25 MB a small
+        # model has a single bucket, and nothing overlaps with the backward pass. DDP's own buckets may be smaller.
         self.cap = model.bucket_bytes_cap
-        rebucket(model, min(self.cap, max(part // 2, LEAST)))
-        model.register_comm_hook(self, hand_over)
+        rebucket(model, min(self.cap, max(part // 2, SMALLEST)))
+        model.register_comm_hook(self, hook)
 
     def detach(self) -> None:
-        """Leave the model as it was: DDP averages by itself."""
+        """Restore DDP's bucket size; DDP averages by itself again."""
         if dist.is_initialized():
             rebucket(self.model, self.cap)
 
-    def settle(self) -> None:
-        """At the end of a backward pass: wait for the averages, before DDP does, which would wait without an end."""
-        after_backward(self.take_back)
+    def finish_backward(self) -> None:
+        """Wait for the averages at the end of a backward pass, before DDP does, which would wait without a timeout."""
+        after_backward(self.return_unused)
         self.coordinator.wait()
 
-    def take_back(self) -> None:
-        """Once DDP has made the averages gradients: what was owed to a parameter that no rank used stays owed.
+    def return_unused(self) -> None:
+        """Return averages to the residual for parameters that no rank used; called after DDP has set the gradients.
 
-        What it already has of an earlier backward pass went into the average again, and is not owed.
+        A gradient that such a parameter has from an earlier backward pass was part of the average, and is subtracted.
         """
-        for each in self.deliveries:
-            if not each.used:
-                grad = each.parameter.grad
-                already = 0 if grad is None else in_memory_order(grad, like=each.parameter)
-                self.coordinator.take_back(each.name, each.view - already)
+        for delivery in self.deliveries:
+            if not delivery.used:
+                grad = delivery.parameter.grad
+                earlier = 0 if grad is None else in_memory_order(grad, like=delivery.parameter)
+                self.coordinator.return_to_residual(delivery.name, delivery.view - earlier)
         self.deliveries.clear()
 
 
-def hand_over(state: Arriving, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The bucket's average, later."""
+def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the exchange of a bucket; the Future holds its average."""
     if bucket.index() == 0:
         state.coordinator.begin()
         state.deliveries.clear()
@@ -95,15 +95,15 @@ def hand_over(state: Arriving, bucket: GradBucket) -> torch.futures.Future[torch
 
     state.coordinator.arrive(views, after)
     if bucket.is_last():
-        after_backward(state.settle)
+        after_backward(state.finish_backward)
     return future
 
 
 def in_memory_order(grad: Tensor, like: Tensor) -> Tensor:
-    """As one contiguous tensor of the same shape, whose entries lie in the order in which those of the weight do.
+    """A contiguous tensor of the same shape, whose entries are in the order in which the weight `like` is in memory.
 
-    Of a weight in channels-last layout that is another order than the shape says, and the one of DDP's buckets. The
-    memory is the gradient's own, unless it lies in another order itself.
+    For a weight in channels-last layout this is not the order of the shape, but it is the order of DDP's buckets. The
+    result shares the gradient's memory, unless the gradient itself is in another order.
     """
     if grad.stride() != like.stride():
         grad = torch.empty_like(like).copy_(grad)

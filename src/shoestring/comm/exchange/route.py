@@ -1,8 +1,8 @@
-"""The way of an exchange over the mesh of ranks: flat over all of them, or hierarchical.
+"""Routes an exchange over the mesh of ranks: flat over all of them, or hierarchical.
 
-Hierarchical is the 2D torus (Mikami et al., arXiv 1811.05233) with the codec between hosts only (HiTopKComm, Shi et
-al., MLSys 2021): reduce-scatter along the ranks of a host, the codec along the hosts on 1/local of the rows each,
-all-gather along the ranks of a host. Slow links then carry only what the codec leaves, once a host.
+The hierarchical route is the 2D torus (Mikami et al., arXiv 1811.05233) with the codec between hosts only (HiTopKComm,
+Shi et al., MLSys 2021): reduce-scatter over the ranks of a host, the codec over the hosts on each rank's shard of the
+rows, all-gather over the ranks of a host. Slow links then carry only compressed gradients, once a host.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 from shoestring._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.comm.codecs.codec import Codec, Grads, Mean
-from shoestring.comm.exchange.wire import Wire, naming
+from shoestring.comm.exchange.wire import Wire, naming_failures
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
 
 class Route:
-    """Exchanges over `dimensions` of the mesh.
+    """Exchanges over some axes of the mesh.
 
     Args:
-        torus: run the codec between hosts only, where there are several with several ranks.
-        totals: let the codec add up over the ranks of a host, each of which holds a shard of the gradients.
+        torus: run the codec between hosts only, where several hosts have several ranks each.
+        sharded: each rank of a host holds a shard of the gradients, over which the codec may sum.
     """
 
-    def __init__(self, world: World, dimensions: Sequence[str], *, torus: bool = False, totals: bool = False) -> None:
-        torus = torus and len(dimensions) == 2 and min(world.ranks_over([axis]) for axis in dimensions) > 1
-        self.outer = Wire(world.group([HOSTS] if torus else dimensions), world.device)
+    def __init__(self, world: World, axes: Sequence[str], *, torus: bool = False, sharded: bool = False) -> None:
+        torus = torus and len(axes) == 2 and min(world.ranks_over([axis]) for axis in axes) > 1
+        self.outer = Wire(world.group([HOSTS] if torus else axes), world.device)
         self.inner = Wire(world.group([LOCAL]), world.device) if torus else None
-        self.shards = Wire(world.group([LOCAL]), world.device) if totals else self.inner
+        self.shards = Wire(world.group([LOCAL]), world.device) if sharded else self.inner
 
     @property
     def sent(self) -> int:
@@ -41,7 +41,7 @@ class Route:
 
     @property
     def size(self) -> int:
-        """Ranks that a codec exchanges with."""
+        """Number of ranks between which the codec runs."""
         return self.outer.size
 
     @property
@@ -54,8 +54,8 @@ class Route:
         if self.shards is not None:
             self.shards.close()
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """See `Turn.total`."""
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """See `ExchangeContext.sum_over_shards`."""
         if self.shards is None:
             return tensor
         (mean,) = self.shards.start([Mean(tensor.clone())])()
@@ -64,21 +64,24 @@ class Route:
     def run(self, codec: Codec, grads: Grads, step: int) -> bool:
         """See `Wire.run`."""
         if self.inner is None:
-            return self.outer.run(codec, grads, step, self.total)
-        with span("reduce-scatter", "wire"), naming(f"reduce-scatter between the {self.inner.size} ranks of a host"):
-            mine = scattered(self.inner, list(grads.values()))
-        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step, self.total)
-        with span("all-gather", "wire"), naming(f"all-gather between the {self.inner.size} ranks of a host"):
-            gathered(self.inner, mine, list(grads.values()))
+            return self.outer.run(codec, grads, step, self.sum_over_shards)
+        with (
+            span("reduce-scatter", "wire"),
+            naming_failures(f"reduce-scatter between the {self.inner.size} ranks of a host"),
+        ):
+            mine = reduce_scatter_rows(self.inner, list(grads.values()))
+        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step, self.sum_over_shards)
+        with span("all-gather", "wire"), naming_failures(f"all-gather between the {self.inner.size} ranks of a host"):
+            all_gather_rows(self.inner, mine, list(grads.values()))
         return finite
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What of a tensor this rank's codec sees."""
+        """The shard of a tensor that this rank's codec sees."""
         return tensor if self.inner is None else _blocks(tensor, self.inner.size)[self.inner.rank]
 
 
-def scattered(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's rows of the average over the wire's ranks: row block r of every tensor is for rank r.
+def reduce_scatter_rows(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Average over the wire's ranks by a reduce-scatter, which leaves row block r of every tensor to rank r.
 
     Shapes: (n, …) becomes (ceil(n / ranks), …), the last block padded with zeros.
     """
@@ -91,8 +94,8 @@ def scattered(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
 
 
-def gathered(wire: Wire, mine: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """The inverse of `scattered`: put every rank's rows into `tensors`."""
+def all_gather_rows(wire: Wire, mine: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Put every rank's rows into `tensors` by an all-gather: the inverse of `reduce_scatter_rows`."""
     flat = torch.cat([part.reshape(-1) for part in mine])
     whole = flat.new_empty(wire.size, flat.numel())
     all_gather_single(whole.view(-1), flat, group=wire.group)

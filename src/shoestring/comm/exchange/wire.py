@@ -1,10 +1,10 @@
-"""Requests of codecs as collectives: whatever one yield asks for travels in at most one collective of each kind."""
+"""Requests of codecs as collectives: the requests of one yield travel in at most one collective of each kind."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import groupby
 from typing import Self
 
@@ -14,30 +14,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring._torch import all_gather_single, name_groups_from, timeout_of
-from shoestring.comm.codecs.codec import Codec, Gather, Grads, Mean, Request, Swap, Turn, itself
+from shoestring.comm.codecs.codec import (
+    AllGather,
+    AllToAll,
+    Codec,
+    ExchangeContext,
+    Grads,
+    Mean,
+    Request,
+    advance,
+    identity,
+)
+from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
 Answer = Callable[[], list[Tensor]]
-SMALL = 2**19  # bytes
-FIRST = torch.finfo(torch.float32).max  # of first answers, which ranks must judge alike though they may differ
-LATER = 2.0**100  # of later ones, which are equal on all ranks: what is decoded from them does not overflow
+Finish = Callable[[], object]
+SMALL = 2**19  # bytes below which a message is latency-bound
+FIRST = torch.finfo(torch.float32).max  # bound of first answers: ranks must judge them alike though they may differ
+LATER = 2.0**100  # bound of later answers, which are equal on all ranks: what is decoded from them cannot overflow
 ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
 
 
-class Wire:
-    """A process group of its own over the ranks of `group`, so that no other traffic can come between its own.
+class StartedCollective:
+    """A collective that has been started. Its span on the trace ends when `finish` returns."""
 
-    Its collectives must be started from one thread, and in the same order on all ranks. All ranks of the world make one
-    at the same time, each of its own group.
+    def __init__(self, name: str, sent: float, finish: Finish) -> None:
+        self.name, self.sent = name, int(sent)
+        self._finish, self._span = finish, ExitStack()
+        self._span.enter_context(span(name, "wire", self.sent))
+
+    def finish(self, ranks: int) -> None:
+        """Wait for it."""
+        with self._span, naming_failures(f"{self.name} of {self.sent} bytes between {ranks} ranks"):
+            self._finish()
+
+
+class Wire:
+    """A process group of its own over the ranks of `group`, so that no other collectives come between its own.
+
+    Its collectives must be started from one thread, and in the same order on all ranks. All ranks of the world create
+    a wire at the same time, each for its own group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, 1, device
-        self.sent = 0  # bytes that left this rank, by the collectives' ring forms
+        self.sent = 0  # bytes that left this rank, counted round a ring
         self.group = None
         if group is not None:
-            self.group = twin(group, device)
+            self.group = duplicate_group(group, device)
             self.rank, self.size = dist.get_rank(self.group), self.group.size()
 
     @property
@@ -56,81 +82,83 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, codec: Codec, grads: Grads, step: int, total: Callable[[Tensor], Tensor] = itself) -> bool:
-        """One whole exchange: `grads` become the average over the ranks. False, and NaN, where one was not finite."""
-        with closing(codec.code(grads, Turn(self.rank, self.size, step, total))) as coding:
+    def run(
+        self, codec: Codec, grads: Grads, step: int, sum_over_shards: Callable[[Tensor], Tensor] = identity
+    ) -> bool:
+        """Run one whole exchange, after which `grads` are the averages over the ranks.
+
+        Returns:
+            True; or False, with NaN in all `grads`, where a gradient of any rank was not finite.
+        """
+        with closing(codec.code(grads, ExchangeContext(self.rank, self.size, step, sum_over_shards))) as coding:
             with span("encode", "compute"):
-                requests = next(coding, None)
+                requests = advance(coding)
             largest = FIRST
             while requests is not None:
                 answers = self.start(requests)()
                 with span("code", "compute"):
                     if not all_finite(answers, largest):
-                        coding.close()  # while gradients are there, which it may need to undo what it did
+                        coding.close()  # before the gradients are overwritten, which it may need to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
                     largest = LATER
-                    try:
-                        requests = coding.send(answers)
-                    except StopIteration:
-                        requests = None
+                    requests = advance(coding, answers)
         return True
 
     def start(self, requests: Sequence[Request]) -> Answer:
-        """Hand over what travels; the returned function waits for it and gives one answer for each request.
+        """Start the collectives of all requests.
+
+        Returns:
+            A function that waits for them and gives one answer for each request.
 
         Raises (both): RuntimeError, from torch, when a rank is lost or late.
         """
         if self.group is None and self.size > 1:
             raise ShoestringError("an exchange between ranks was started after its job was closed")
         answers: list[Tensor | None] = [None] * len(requests)
-        waits = [*self._means(requests, answers), *self._bytes(requests, answers)]
-        marks = [span(name, "wire", nbytes).__enter__() for name, nbytes, _ in waits]
-        self.sent += sum(nbytes for _, nbytes, _ in waits)
+        collectives = [*self._start_means(requests, answers), *self._start_bytes(requests, answers)]
+        self.sent += sum(collective.sent for collective in collectives)
 
         def wait() -> list[Tensor]:
-            for mark, (name, nbytes, finish) in zip(marks, waits, strict=True):
-                with naming(f"{name} of {nbytes} bytes between {self.size} ranks"):
-                    finish()
-                mark.__exit__(None, None, None)
+            for collective in collectives:
+                collective.finish(self.size)
             return [answer for answer in answers if answer is not None]
 
         return wait
 
-    def _means(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[tuple[str, int, Callable]]:
-        means = [(index, each.tensor) for index, each in enumerate(requests) if isinstance(each, Mean)]
+    def _start_means(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
+        means = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, Mean)]
         for _, group in groupby(sorted(means, key=lambda pair: str(pair[1].dtype)), key=lambda pair: pair[1].dtype):
             indices, tensors = zip(*group, strict=True)
             whole = len(tensors) == 1 and tensors[0].is_contiguous()
             flat = tensors[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in tensors])
             for index, tensor, part in zip(indices, tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 answers[index] = part.view(tensor.shape)
-            if self.group is None:
-                continue
-            finish = self._by_owners(flat) if self._small(flat) else self._in_a_ring(flat)
-            yield "all-reduce", 2 * (self.size - 1) * flat.nbytes // self.size, finish
+            if self.group is not None:
+                start = self._start_scattered_mean if self._is_small(flat) else self._start_ring_mean
+                yield StartedCollective("all-reduce", ring_bytes("all-reduce", flat.nbytes, self.size), start(flat))
 
-    def _small(self, tensor: Tensor) -> bool:
-        """Whether a message is all latency: Gloo's ring then takes twice as long as sending to every rank at once."""
+    def _is_small(self, tensor: Tensor) -> bool:
+        """Whether a message is latency-bound: Gloo's ring then takes twice as long as sending to every rank at once."""
         return tensor.device.type == "cpu" and tensor.nbytes <= SMALL
 
-    def _by_owners(self, flat: Tensor) -> Callable[[], object]:
-        """Average `flat` in two steps: rank r averages the r-th part of all, and tells it to all."""
-        parts = F.pad(flat, (0, -flat.numel() % self.size)).view(self.size, -1)
-        found = torch.empty_like(parts)
-        work = dist.all_to_all_single(found, parts, group=self.group, async_op=True)
+    def _start_scattered_mean(self, flat: Tensor) -> Finish:
+        """Average `flat` by two all-to-alls: rank r averages the r-th shard, and sends it to all."""
+        shards = F.pad(flat, (0, -flat.numel() % self.size)).view(self.size, -1)
+        received = torch.empty_like(shards)
+        work = dist.all_to_all_single(received, shards, group=self.group, async_op=True)
         assert work is not None
 
         def finish() -> None:
             work.wait()
-            own = found.mean(0, dtype=torch.promote_types(found.dtype, torch.float32)).to(found.dtype)
-            dist.all_to_all_single(found, own.expand_as(parts).contiguous(), group=self.group)
-            flat.copy_(found.view(-1)[: flat.numel()])
+            own = received.mean(0, dtype=torch.promote_types(received.dtype, torch.float32)).to(received.dtype)
+            dist.all_to_all_single(received, own.expand_as(shards).contiguous(), group=self.group)
+            flat.copy_(received.view(-1)[: flat.numel()])
 
         return finish
 
-    def _in_a_ring(self, flat: Tensor) -> Callable[[], object]:
+    def _start_ring_mean(self, flat: Tensor) -> Finish:
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
 
@@ -140,17 +168,18 @@ class Wire:
 
         return finish
 
-    def _bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[tuple[str, int, Callable]]:
-        for kind, name in ((Gather, "all-gather"), (Swap, "all-to-all")):
-            asked = [(index, each.tensor) for index, each in enumerate(requests) if isinstance(each, kind)]
+    def _start_bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
+        """Start the all-gather and the all-to-all, of bytes, because they only move data."""
+        for kind in (AllGather, AllToAll):
+            asked = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, kind)]
             if not asked:
                 continue
-            rows = 1 if kind is Gather else self.size
+            rows = 1 if kind is AllGather else self.size
             mine = torch.cat([_rows_of_bytes(tensor, rows) for _, tensor in asked], dim=1)
             theirs = torch.empty(self.size, mine.shape[1], dtype=torch.uint8, device=mine.device)
             start = 0
             for index, tensor in asked:
-                shape = tensor.shape if kind is Gather else tensor.shape[1:]
+                shape = tensor.shape if kind is AllGather else tensor.shape[1:]
                 length = shape.numel() * tensor.element_size()
                 answers[index] = theirs[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
                 if not shape:
@@ -159,53 +188,48 @@ class Wire:
             if self.group is None:
                 theirs.copy_(mine)
                 continue
-            if kind is Gather and not self._small(mine):
+            if kind is AllGather and not self._is_small(mine):
                 work = all_gather_single(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
-                yield name, (self.size - 1) * mine.nbytes, _waiting(work)
             else:
-                rows = mine.expand_as(theirs).contiguous()  # of a gather, the same one for all
-                work = dist.all_to_all_single(theirs, rows, group=self.group, async_op=True)
-                yield name, (self.size - 1) * rows.nbytes // self.size, _waiting(work)
+                to_each = mine.expand_as(theirs).contiguous()  # of an all-gather, the same row for every rank
+                work = dist.all_to_all_single(theirs, to_each, group=self.group, async_op=True)
+            assert work is not None
+            yield StartedCollective(kind.collective, ring_bytes(kind.collective, mine.nbytes, self.size), work.wait)
 
 
-def twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another process group of the same ranks; every rank of the world calls it, each with its own `group`.
+def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Create another process group of the same ranks; every rank of the world calls it, each with its own `group`.
 
-    Its collectives wait as long as the world's do: groups of a device mesh have torch's default of half an hour.
+    Its collectives time out as the world's do: groups of a device mesh have torch's default of half an hour.
     """
     mine, timeout = dist.get_process_group_ranks(group), timeout_of(dist.distributed_c10d._get_default_group())
     rows = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
-    with naming("the process groups of an exchange, made by all ranks at once"):
+    with naming_failures("creation of the process groups of an exchange, by all ranks at once"):
         all_gather_single(rows.view(-1), torch.tensor([mine[0], secrets.randbits(32)], device=device))
-    parts: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for rank, first in enumerate(rows[:, 0].tolist()):
-        parts.setdefault(first, []).append(rank)
-    # A store that outlives its ranks still has the addresses of the groups that they made: new ones need other names.
+        members.setdefault(first, []).append(rank)
+    # A store that outlives its ranks still has the addresses of their groups, so new groups need other names.
     name_groups_from(int(rows[0, 1]) + 1_000_000)
-    # Every rank makes every group. torch can leave out the others' (use_local_synchronization), but then names a new
-    # group as it named one that is gone.
-    with naming("the process groups of an exchange, connecting"):
-        made = {first: dist.new_group(ranks, timeout) for first, ranks in parts.items()}
-        own = made[mine[0]]
+    # Every rank creates every group. torch can leave out the others' (use_local_synchronization), but then it names a
+    # new group as it named one that is gone.
+    with naming_failures("connection of the process groups of an exchange"):
+        groups = {first: dist.new_group(ranks, timeout) for first, ranks in members.items()}
+        own = groups[mine[0]]
         assert isinstance(own, dist.ProcessGroup)
         dist.barrier(own)  # a rank that closes its group at once would cut off those that are still connecting to it
     return own
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Say of an exchange that fails inside, because a rank is lost or late, what it was."""
+def naming_failures(what: str) -> Iterator[None]:
+    """Put `what` in front of the error of a collective that fails inside because a rank is lost or late."""
     try:
         yield
     except RuntimeError as error:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
         raise type(error)(f"{what}: {error}") from error
-
-
-def _waiting(work: dist.Work | None) -> Callable[[], object]:
-    assert work is not None
-    return work.wait
 
 
 def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
@@ -216,6 +240,6 @@ def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor], largest: float = FIRST) -> bool:
-    """Whether every floating-point entry is at most `largest` in magnitude, and no NaN; waits for the device."""
+    """Whether no floating-point entry is NaN or above `largest` in magnitude; waits for the device."""
     bounds = [bound for t in tensors if t.is_floating_point() and t.numel() for bound in t.aminmax()]
     return bool((torch.stack([bound.float() for bound in bounds]).abs() <= largest).all()) if bounds else True

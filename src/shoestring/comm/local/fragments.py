@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoestring._torch import foreach_copy_
-from shoestring.comm.codecs.dense import flattened, spread, views
-from shoestring.comm.exchange.replicas import local
+from shoestring.comm.codecs.dense import flatten, split_like, unflatten
+from shoestring.comm.exchange.replicas import local_shard
 from shoestring.models.blocks import repeated
 
 
-def units(model: nn.Module) -> list[list[str]]:
+def group_parameters(model: nn.Module) -> list[list[str]]:
     """Names of trained parameters that stay together: those of each repeated layer, and each of the others."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found, left = [], dict(names)
@@ -21,11 +21,11 @@ def units(model: nn.Module) -> list[list[str]]:
     return [unit for unit in found if unit] + [[name] for name in left.values()]
 
 
-def shared_out(model: nn.Module, count: int, layout: str) -> list[list[str]]:
+def assign_fragments(model: nn.Module, count: int, layout: str) -> list[list[str]]:
     """The units of a model as `count` groups: layers strided or in sequence, the others where there is least."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    layers, groups = [unit for unit in units(model) if len(unit) > 1], [[] for _ in range(count)]
-    others = [name for unit in units(model) if len(unit) == 1 for name in unit]
+    layers, groups = [unit for unit in group_parameters(model) if len(unit) > 1], [[] for _ in range(count)]
+    others = [name for unit in group_parameters(model) if len(unit) == 1 for name in unit]
     for index, unit in enumerate(layers):
         groups[index % count if layout == "strided" else index * count // len(layers)] += unit
     for name in sorted(others, key=lambda name: -sizes[name]):
@@ -43,17 +43,17 @@ class Fragment:
     def __init__(self, parameters: dict[str, nn.Parameter], phase: int, momentum: bool) -> None:
         self.parameters, self.phase = parameters, phase
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
-        self.anchor = flattened(self.weights, self.dtype)  # theta_old
+        self.anchor = flatten(self.weights, self.dtype)  # theta_old
         self.velocity = torch.zeros_like(self.anchor) if momentum else None
 
     @property
     def weights(self) -> list[Tensor]:
         """This rank's part of each parameter, as it lies now: sharding may put others in their place."""
-        return [local(parameter) for parameter in self.parameters.values()]
+        return [local_shard(parameter) for parameter in self.parameters.values()]
 
     def behind(self) -> Tensor:
         """The pseudo-gradient Delta, flat."""
-        flat = flattened(self.weights, self.dtype)
+        flat = flatten(self.weights, self.dtype)
         return torch.sub(self.anchor, flat, out=flat)
 
     def advance(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
@@ -67,12 +67,12 @@ class Fragment:
         """Take the outer optimizer's weights, but for a share of the replica's own."""
         flat = self.anchor
         if alpha:
-            flat = flattened(self.weights, self.dtype).lerp_(self.anchor, 1 - alpha)
-        spread(flat, self.weights)
+            flat = flatten(self.weights, self.dtype).lerp_(self.anchor, 1 - alpha)
+        unflatten(flat, self.weights)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor by the parameters' names."""
-        return dict(zip(self.parameters, views(flat, self.weights), strict=True))
+        return dict(zip(self.parameters, split_like(flat, self.weights), strict=True))
 
     def whole(self, flat: Tensor) -> dict[str, Tensor]:
         """The same for saving: sharded as the parameters are."""
@@ -81,7 +81,7 @@ class Fragment:
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
         """The inverse of `whole`, into `flat`."""
         parts = [_part(saved[name], parameter) for name, parameter in self.parameters.items()]
-        foreach_copy_(views(flat, self.weights), parts)
+        foreach_copy_(split_like(flat, self.weights), parts)
 
 
 def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -95,4 +95,4 @@ def _part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     whole = whole.to(parameter.device)
-    return local(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    return local_shard(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))

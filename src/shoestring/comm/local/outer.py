@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_
-from shoestring.comm.codecs.codec import Codec, Gather, Grads
-from shoestring.comm.codecs.dense import Dense
-from shoestring.comm.exchange.replicas import local
+from shoestring.comm.codecs.codec import AllGather, Codec, Grads
+from shoestring.comm.codecs.dense import DenseCodec
+from shoestring.comm.codecs.traffic import ring_bytes
+from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import Wire, naming
-from shoestring.comm.exchange.worker import Task, Worker
-from shoestring.comm.local.fragments import Fragment, shared_out
+from shoestring.comm.exchange.wire import Wire, naming_failures
+from shoestring.comm.exchange.worker import Worker, WorkerTask
+from shoestring.comm.local.fragments import Fragment, assign_fragments
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS
 from shoestring.core.job import Job
@@ -44,7 +45,7 @@ ASKED, FAILED, BROKEN, TOKENS = range(4)  # to stop; its loss, at this step; its
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingMerge:
     """Fragments whose pseudo-gradients travel; those become means once `told`, what all ranks said, is there."""
 
     fragments: list[int]
@@ -52,10 +53,10 @@ class Flight:
     plain: bool  # averaged, without the outer optimizer
     means: list[Tensor]
     buffers: list[Tensor]
-    told: Task[Tensor]
+    told: WorkerTask[Tensor]
 
 
-class Link:
+class ReplicaChannel:
     """Exchanges on a thread of its own, in the order in which they were asked for."""
 
     def __init__(self, job: Job, sharded: bool) -> None:
@@ -76,17 +77,19 @@ class Link:
         wires = {self.route.outer, self.council}
         return sum(wire.sent for wire in wires)
 
-    def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> Task[Tensor]:
-        """Turn all tensors into their means over the replicas, later; the result is all ranks' rows, on the CPU."""
+    def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> WorkerTask[Tensor]:
+        """Replace tensors by their means over the replicas, later; the result is all ranks' rows, on the CPU."""
         collectives = 2 + sum(2 * codec.stages + 2 for codec, _ in loads)
-        task = Task[Tensor](f"the merge of the replicas that began at step {step}", collectives * self.council.timeout)
+        task = WorkerTask[Tensor](
+            f"the merge of the replicas that began at step {step}", collectives * self.council.timeout
+        )
         return self.worker.submit(task, partial(self._exchange, loads, row, step, task.what))
 
     def _exchange(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int, what: str) -> Tensor:
-        with naming(what):
-            (rows,) = self.council.start([Gather(row)])()
+        with naming_failures(what):
+            (rows,) = self.council.start([AllGather(row)])()
             rows = rows.cpu()
-            if not flawed(rows):  # what is not finite must not enter a residual
+            if not any_failed(rows):  # what is not finite must not enter a residual
                 for codec, grads in loads:
                     held = {name: grad for name, grad in grads.items() if grad.numel()}
                     if held and not self.route.run(codec, held, step):
@@ -94,16 +97,16 @@ class Link:
             return rows
 
 
-class Outer:
+class OuterOptimizer:
     """The outer optimizer of one rank."""
 
     def __init__(self, job: Job, settings: LocalSteps) -> None:
         self.job, self.settings = job, settings
         self.sharded = job.engine == "fsdp" and settings.replica == "host"
-        self.link = Link(job, self.sharded)
-        self.codec, self.dense = settings.make_codec(), Dense()
+        self.link = ReplicaChannel(job, self.sharded)
+        self.codec, self.dense = settings.make_codec(), DenseCodec()
         parameters = dict(job.module.named_parameters())
-        groups = shared_out(job.module, settings.fragments, settings.layout)
+        groups = assign_fragments(job.module, settings.fragments, settings.layout)
         momentum = settings.outer[1] > 0
         with torch.no_grad():
             self.fragments = [
@@ -112,12 +115,12 @@ class Outer:
             ]
         persistent = job.module.state_dict(keep_vars=True)
         self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
-        self.flights: list[Flight] = []
+        self.flights: list[PendingMerge] = []
         self.asked = self.agreed = False  # to stop: by this rank; by all, at a merge
         self.error: NonFiniteError | None = None
         self.failed = 0  # the step of that
         self.told = job.progress.tokens  # when this rank last told how many it has seen
-        self.meter = _Meter(job, settings, self.link)
+        self.meter = _MergeMetrics(job, settings, self.link)
 
     def close(self) -> None:
         self.link.close()
@@ -168,9 +171,9 @@ class Outer:
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].named(mean)
-        loads = [(self.dense if plain else self.codec, grads), (self.dense, enumerated(buffers))]
+        loads = [(self.dense if plain else self.codec, grads), (self.dense, number_tensors(buffers))]
         told = self.link.send(loads, self._row(means), step)
-        self.flights.append(Flight(fragments, due, plain, means, buffers, told))
+        self.flights.append(PendingMerge(fragments, due, plain, means, buffers, told))
 
     def _row(self, means: Sequence[Tensor]) -> Tensor:
         """What this rank tells; read by others only, so that an accelerator is not waited for."""
@@ -181,7 +184,7 @@ class Outer:
         self.told = tokens
         return row
 
-    def _land(self, flights: Sequence[Flight]) -> list[int]:
+    def _land(self, flights: Sequence[PendingMerge]) -> list[int]:
         """Wait for flights, and merge what they bring; the fragments that were merged."""
         landed: list[int] = []
         for flight in list(flights):
@@ -204,7 +207,7 @@ class Outer:
         Raises:
             NonFiniteError: on all ranks alike, but that one whose loss it was gives its own error.
         """
-        if self.error is not None and flawed(rows):
+        if self.error is not None and any_failed(rows):
             raise self.error
         for rank, row in enumerate(rows.tolist()):
             if row[FAILED]:
@@ -219,25 +222,25 @@ class Outer:
         self.told += others
 
 
-def flawed(rows: Tensor) -> bool:
+def any_failed(rows: Tensor) -> bool:
     return bool(rows[:, [FAILED, BROKEN]].any())
 
 
-def enumerated(tensors: Sequence[Tensor]) -> Grads:
+def number_tensors(tensors: Sequence[Tensor]) -> Grads:
     """Tensors that need no names, for a codec without state."""
     return {f"{index}": tensor for index, tensor in enumerate(tensors)}
 
 
-class _Meter:
+class _MergeMetrics:
     """The numbers of a step and of the run: bytes sent, what they would have been, and time that nothing hid."""
 
-    def __init__(self, job: Job, settings: LocalSteps, link: Link) -> None:
+    def __init__(self, job: Job, settings: LocalSteps, link: ReplicaChannel) -> None:
         self.job, self.link = job, link
         self.before, self.waited = link.sent, 0.0
         replicas = job.world.ranks_over(settings.over)
-        whole = sum(local(parameter).nbytes for parameter in job.module.parameters() if parameter.requires_grad)
+        whole = sum(local_shard(parameter).nbytes for parameter in job.module.parameters() if parameter.requires_grad)
         zeros = dict.fromkeys(("outer_bytes", "outer_steps", "outer_syncs", "outer_exposed"), 0.0)
-        job.trace.facts |= {**zeros, "outer_without": 2 * (replicas - 1) / replicas * whole}
+        job.trace.facts |= {**zeros, "outer_without": ring_bytes("all-reduce", whole, replicas)}
 
     @contextmanager
     def exposed(self) -> Iterator[None]:

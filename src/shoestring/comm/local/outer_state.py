@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoestring.comm.exchange.worker import Task
-from shoestring.comm.local.outer import ASKED, Flight, Outer, flawed
+from shoestring.comm.exchange.worker import WorkerTask
+from shoestring.comm.local.outer import ASKED, OuterOptimizer, PendingMerge, any_failed
 from shoestring.core.feature import DATA, LOCAL, Phase
 from shoestring.core.job import Job
 
@@ -24,19 +24,19 @@ log = logging.getLogger("shoestring")
 
 def install(job: Job, settings: LocalSteps) -> None:
     """Merge the job's replicas after its optimizer's steps from now on."""
-    outer = Outer(job, settings)
+    outer = OuterOptimizer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
     if job.world.ranks_over(settings.over) > 1:
         job.refuse_with(outer.refuse)
-    keep(job, outer)
+    keep_state(job, outer)
 
 
-def keep(job: Job, outer: Outer) -> None:
+def keep_state(job: Job, outer: OuterOptimizer) -> None:
     """Weights and the optimizer's state differ between replicas now; the outer optimizer's are the same."""
     sharded = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
-    job.keep("outer", Agreed(outer), across="shard" if sharded else "same")
-    own = Own(outer)
+    job.keep("outer", SharedState(outer), across="shard" if sharded else "same")
+    own = RankState(outer)
     job.keep("replica", own, across="own", merge=own.merge)
     replicas = job.world.ranks_over(outer.settings.over)
     mine = job.world.index_over(outer.settings.over)
@@ -48,11 +48,16 @@ def keep(job: Job, outer: Outer) -> None:
     def of_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return states[0]
 
-    for name, merge in {"model": averaged, "optimizer": of_one, "scaler": of_first, "progress": of_first}.items():
+    for name, merge in {
+        "model": average_weights,
+        "optimizer": of_one,
+        "scaler": of_first,
+        "progress": of_first,
+    }.items():
         job.kept[name] = replace(job.kept[name], across="own", merge=merge)
 
 
-def averaged(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+def average_weights(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """The mean of the weights of all replicas; in float64, so that the mean of equal ones is equal to them."""
 
     def mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -63,10 +68,10 @@ def averaged(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str
     return {name: mean([state[name] for state in states]) for name in states[0]}
 
 
-class Agreed:
+class SharedState:
     """The outer optimizer's state, and means that have come back but are not due yet: the same for all replicas."""
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
 
     @torch.no_grad()
@@ -74,8 +79,8 @@ class Agreed:
         fragments = self.outer.fragments
         anchors = [fragment.whole(fragment.anchor) for fragment in fragments]
         velocities = [fragment.whole(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
-        flights = [self._saved(flight) for flight in self.outer.flights if not flawed(flight.told.result())]
-        return {"anchor": _joined(anchors), "velocity": _joined(velocities), "flights": flights}
+        flights = [self._saved(flight) for flight in self.outer.flights if not any_failed(flight.told.result())]
+        return {"anchor": _join(anchors), "velocity": _join(velocities), "flights": flights}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -85,13 +90,13 @@ class Agreed:
                 fragment.load(fragment.velocity, state_dict["velocity"])
         self.outer.flights = [self._restored(saved) for saved in state_dict["flights"]]
 
-    def _saved(self, flight: Flight) -> dict[str, Any]:
+    def _saved(self, flight: PendingMerge) -> dict[str, Any]:
         means = zip(flight.fragments, flight.means, strict=True)
         named = [self.outer.fragments[i].whole(mean) for i, mean in means]
         head = {"fragments": flight.fragments, "due": flight.due, "plain": flight.plain}
         return {**head, "means": named, "buffers": flight.buffers, "told": flight.told.result()}
 
-    def _restored(self, saved: dict[str, Any]) -> Flight:
+    def _restored(self, saved: dict[str, Any]) -> PendingMerge:
         fragments = [self.outer.fragments[i] for i in saved["fragments"]]
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
@@ -103,17 +108,19 @@ class Agreed:
         size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
         told[:, ASKED] = 0  # to stop the run that was saved
         told = told if len(told) == size else told.new_zeros(size, told.shape[1])
-        return Flight(saved["fragments"], saved["due"], saved["plain"], means, buffers, Task.of(told))
+        return PendingMerge(
+            saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(told)
+        )
 
 
-def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-class Own:
+class RankState:
     """What a rank holds for itself: its codec's residual, and how many targets it has told the others of."""
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
         torus = outer.link.route.inner is not None
         self.locals = outer.job.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
@@ -135,4 +142,4 @@ class Own:
             log.warning("what the replicas had not sent yet is lost: the ranks of a host hold other rows than before")
             return merged
         alike = [state["codec"] for state in states[rank % self.locals :: self.locals]]
-        return merged | {"codec": self.outer.codec.merged(alike)}
+        return merged | {"codec": self.outer.codec.merge_states(alike)}

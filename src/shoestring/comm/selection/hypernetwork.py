@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shoestring.comm.selection.select import Layers, Notes, Selector, fitting
+from shoestring.comm.selection.budget import Layers, Notes, Selector, choose_fitting
 
 Weights = dict[str, np.ndarray]
 
@@ -65,7 +65,7 @@ class Hypernetwork(Selector):
         # First what has waited too long or was being saved for, then those drawn, then the likeliest of the others.
         urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
         order = np.lexsort((-p, draws >= p, ~urgent))
-        chosen = fitting(order, layers, patience=layers.budget)
+        chosen = choose_fitting(order, layers, patience=layers.budget)
         large = (layers.price > layers.budget) & ((draws < p) | urgent)
         net["saving"] = np.array(next((layer for layer in order if large[layer] and layer not in chosen), -1))
         return chosen, {key: torch.from_numpy(np.array(value)) for key, value in net.items()}
@@ -86,7 +86,7 @@ class Hypernetwork(Selector):
         compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
         depth = np.arange(len(squares)) / len(squares) - 0.5
         done = np.full(len(squares), layers.step / (layers.step + self.progress))
-        return np.stack([*map(standard, compared), depth, done, np.ones(len(squares))], axis=1)
+        return np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
 
     def _learnt(self, net: Weights, layers: Layers) -> Weights:
         """A few steps up the gradient of J, for the choice before the last: its v is known since the last exchange."""
@@ -105,7 +105,7 @@ class Hypernetwork(Selector):
 
 def forward(net: Weights, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Hidden units (layers, hidden) and the output (layers, 1)."""
-    H = squashed(product(X, net["W"]))
+    H = softsign(product(X, net["W"]))
     return H, product(H, net["w"])
 
 
@@ -114,7 +114,7 @@ def probability(z: np.ndarray) -> np.ndarray:
     return (0.5 + 0.5 * z / np.sqrt(1 + z**2))[:, 0]
 
 
-def squashed(x: np.ndarray) -> np.ndarray:
+def softsign(x: np.ndarray) -> np.ndarray:
     """x / (1 + |x|), whose slope is (1 - |y|)²."""
     return x / (1 + np.abs(x))
 
@@ -124,7 +124,7 @@ def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
     return (A[:, :, None] * B[None]).sum(1)
 
 
-def standard(x: np.ndarray) -> np.ndarray:
+def standardise(x: np.ndarray) -> np.ndarray:
     """With mean 0 and variance 1, or 0 where all are alike."""
     centred = x - x.mean()
     return centred / np.sqrt((centred**2).mean() + 1e-6)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoestring.comm.selection.select import Layers, Notes, Selector, fitting
+from shoestring.comm.selection.budget import Layers, Notes, Selector, choose_fitting
 
 EXACTLY = 14  # layers for which all sets are compared
 
@@ -24,23 +24,23 @@ class Knapsack(Selector):
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
         u = (layers.unsent**2 + layers.gradient) * (1 + layers.waited)
-        return best(u, layers), notes
+        return choose_best(u, layers), notes
 
 
-def best(u: np.ndarray, layers: Layers) -> list[int]:
+def choose_best(u: np.ndarray, layers: Layers) -> list[int]:
     """The layers of the greatest sum of u that the allowance affords."""
     order = np.argsort(-u / layers.price, kind="stable")
     if layers.budget < layers.price[order[0]] > layers.allowance:
         return []
     if len(u) <= EXACTLY:
-        return exact(u, layers.price, layers.allowance)
-    greedy = fitting(order, layers, patience=layers.budget)
+        return choose_exactly(u, layers.price, layers.allowance)
+    greedy = choose_fitting(order, layers, patience=layers.budget)
     affordable = np.where(layers.price <= layers.allowance, u, -1.0)
     single = int(affordable.argmax())
     return greedy if u[greedy].sum() >= affordable[single] else [single]
 
 
-def exact(u: np.ndarray, price: np.ndarray, allowance: float) -> list[int]:
+def choose_exactly(u: np.ndarray, price: np.ndarray, allowance: float) -> list[int]:
     """By all 2^n sets of layers: set i holds layer l where bit l of i is set."""
     value, cost = np.zeros(1), np.zeros(1)
     for one, bytes_ in zip(u, price, strict=True):

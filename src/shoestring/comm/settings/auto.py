@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoestring.comm.settings import per_step
 from shoestring.comm.settings.per_step import Dense, Exchange
@@ -12,6 +12,7 @@ from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, Feature, Saving, Seam
 
 if TYPE_CHECKING:
+    from shoestring.comm.auto.decision import Candidate
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
@@ -21,17 +22,20 @@ __all__ = ["Auto", "Selective"]
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Feature):
-    """Measure links, codecs and a few steps at the start, and take the exchange that is predicted to be the fastest.
+    """Measures links, codecs and a few passes at start-up, and takes the exchange with the shortest predicted step.
 
-    Under plain DDP nothing is attached when nothing beats it. What changes numbers is tried only where `allow` has it.
+    Plain DDP stays as it is when nothing beats it. Only the codecs in `allow` may change gradients.
     """
 
     allow: tuple[str, ...] = ()
-    """Codecs that may be chosen, the preferred first: "bf16", "powersgd(rank=4)"; without any, gradients stay exact."""
+    """Codecs that may be chosen, the preferred one first, such as "bf16" or "powersgd(rank=4)". With an empty list
+    gradients stay exact."""
     trials: int = 3
-    """Forward and backward passes that are timed, after one that is not."""
+    """Number of forward and backward passes that are timed, after one warm-up pass. More passes make the prediction
+    steadier and delay the first step."""
     torus: bool = True
-    """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
+    """Whether a codec runs between hosts only, on sums formed inside each host (2D torus). It applies where several
+    hosts have several ranks each."""
 
     seams: ClassVar = (Seam.WIRE,)
 
@@ -40,16 +44,33 @@ class Auto(Feature):
             raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
         if job.world.ranks_over(DATA) > 1 and job.engine != "ddp":
             raise ConfigError(
-                f"`{self.name}` chooses for models under DDP", hint="name a codec, as in [comm.powersgd], or use DDP"
+                f"`{self.name}` needs a model under DDP", hint="name a codec, as in [comm.powersgd], or use DDP"
             )
-        for each in (Dense(), *map(exchange, self.allow)):
-            each.check(job)
+        for candidate in (Dense(), *map(parse_exchange, self.allow)):
+            candidate.check(job)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.comm.auto.choosing import Chooser
+        if job.world.ranks_over(DATA) == 1:
+            return
+        from shoestring.comm.auto.chooser import Chooser
+        from shoestring.comm.exchange.attach import install
 
-        if job.world.ranks_over(DATA) > 1:
-            Chooser(job, self).attach()
+        codecs = {call: parse_exchange(call).make_codec for call in ("dense", *self.allow)}
+        Chooser(
+            job,
+            self.name,
+            codecs,
+            trials=self.trials,
+            torus=self.torus,
+            install=lambda candidate: install(job, self.build_exchange(candidate)),
+        ).attach()
+
+    def build_exchange(self, candidate: Candidate) -> Exchange:
+        """Build the feature of a candidate that has a codec."""
+        common: dict[str, Any] = {"parts": candidate.parts, "channels": candidate.channels, "torus": self.torus}
+        if candidate.whole:
+            return Selective(codec=candidate.codec, uncompressed=candidate.whole, **common)
+        return replace(parse_exchange(candidate.codec), **common)
 
     def explain(self, job: Job) -> str:
         if job.world.ranks_over(DATA) == 1:
@@ -57,57 +78,61 @@ class Auto(Feature):
         kept = job.kept.get(self.name)
         if kept is not None and str(kept.state):
             return str(kept.state)
-        return "is chosen in the first step from " + ", ".join(["DDP", "dense", *self.allow])
+        return "chosen in the first step from " + ", ".join(["DDP", "dense", *self.allow])
 
     def saving(self, trace: Trace) -> Saving | None:
-        found = Dense().saving(trace)
-        return found and replace(found, cost=f"chosen by {self.name}{found.cost.removeprefix(Dense().cost)}")
+        saving = Dense().saving(trace)
+        return saving and replace(saving, cost=f"chosen by {self.name}{saving.cost.removeprefix(Dense().cost)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selective(Exchange):
-    """One codec for some parameters, and gradients whole for the others: what compression gains nothing for."""
+    """One codec for most parameters, while the gradients of some parameters are not compressed.
 
-    of: str = "dense"
-    """The codec, as in `comm.auto.allow`: "powersgd(rank=4)"."""
-    whole: tuple[str, ...] = ()
-    """Parameters whose gradients travel whole: names, or patterns such as "blocks.3.*"."""
+    Compression gains nothing for gradients whose exchange is overlapped by the backward pass anyway.
+    """
 
-    def codec(self) -> Codec:
-        from shoestring.comm.selection.selective import Selective
+    codec: str = "dense"
+    """Codec of the compressed parameters, written as in `comm.auto.allow`: "powersgd(rank=4)"."""
+    uncompressed: tuple[str, ...] = ()
+    """Names of the parameters whose gradients are not compressed, or patterns such as "blocks.3.*"."""
 
-        return Selective(exchange(self.of).codec(), self.whole)
+    def make_codec(self) -> Codec:
+        from shoestring.comm.selection.selective import SelectiveCodec
+
+        return SelectiveCodec(parse_exchange(self.codec).make_codec(), self.uncompressed)
 
     def check(self, job: Job) -> None:
         super().check(job)
-        exchange(self.of).check(job)
+        parse_exchange(self.codec).check(job)
 
     @property
     def cost(self) -> str:
-        return f"{exchange(self.of).cost} (but {len(self.whole)} parameters travel whole)"
+        return f"{parse_exchange(self.codec).cost} (but {len(self.uncompressed)} parameters are not compressed)"
 
 
-def exchange(call: str) -> Exchange:
-    """The settings that `call` writes: "bf16", or "powersgd(rank=4)".
+def parse_exchange(call: str) -> Exchange:
+    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)".
 
     Raises:
         ConfigError: there is no such codec or setting.
     """
-    name, settings = parsed(call)
-    found = {each.lower(): getattr(per_step, each) for each in per_step.__all__ if each != "Exchange"}
-    kinds = {each: kind for each, kind in found.items() if kind.seams == (Seam.WIRE,)}  # none that takes the optimizer
-    if name not in kinds:
-        raise ConfigError(f"`comm.auto.allow`: there is no codec `{name}`", hint=nearest(name, kinds))
-    common = {each.name for each in fields(Exchange)}
-    known = [each.name for each in fields(kinds[name]) if each.name not in common]
+    name, settings = parse_call(call)
+    features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
+    # A codec that builds its optimizer cannot be chosen at the first step.
+    codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
+    if name not in codecs:
+        raise ConfigError(f"`comm.auto.allow`: there is no codec `{name}`", hint=nearest(name, codecs))
+    common = {field.name for field in fields(Exchange)}
+    known = [field.name for field in fields(codecs[name]) if field.name not in common]
     for key in settings:
         if key not in known:
             raise ConfigError(f"`comm.auto.allow`: `{name}` has no setting `{key}` here", hint=nearest(key, known))
-    return kinds[name](**settings)
+    return codecs[name](**settings)
 
 
-def parsed(call: str) -> tuple[str, dict[str, object]]:
-    """ "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
+def parse_call(call: str) -> tuple[str, dict[str, object]]:
+    """Read "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
 
     Raises:
         ConfigError: it is neither a name nor a call with literals.
@@ -117,7 +142,7 @@ def parsed(call: str) -> tuple[str, dict[str, object]]:
         if isinstance(tree, ast.Name):
             return tree.id, {}
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-            return tree.func.id, {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
+            return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError):
         pass
     raise ConfigError(f"`comm.auto.allow`: cannot read {call!r}", hint='write "bf16" or "powersgd(rank=4)"')

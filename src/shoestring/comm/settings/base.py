@@ -18,54 +18,57 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Feature):
-    """An exchange of gradients at every step: a codec, and how its messages are cut and routed."""
+    """An exchange of gradients at every step: a codec, and how its messages are divided and routed."""
 
     parts: int = 2
-    """Exchanges a step; the first ones travel while the backward pass still computes."""
+    """Number of parts that the gradients of a step are exchanged in. With more parts the first ones overlap with more
+    of the backward pass, at the price of more collectives and their latency."""
     channels: int = 1
-    """Exchanges that may travel at once, each by a process group of its own."""
+    """Number of parts that may be exchanged at the same time, each over a process group of its own. More channels use
+    a link with high latency better, and compete for a busy one."""
     torus: bool = True
-    """With several ranks on several hosts: sum inside hosts first, and use the codec between hosts only."""
+    """Whether the codec runs between hosts only, on sums formed inside each host (2D torus). It applies where several
+    hosts have several ranks each."""
     budget_kb: float = 0.0
-    """kB that may leave a rank in a step, on average: as many parameters are sent as that pays for, the others are
-    owed. 0 sends all."""
+    """Average number of kB that each rank may send in a step. Each step sends as many parameters as fit, and the
+    residuals of the others grow until they are sent; 0 sends all."""
     select: Literal["auto", "hypernetwork", "knapsack", "uniform"] = "auto"
-    """The method that chooses the parameters to send within `budget_kb`; "auto" takes the one that measured best, the
-    hypernetwork."""
+    """Method that selects the parameters to send within `budget_kb`. "auto" takes the hypernetwork, which measured
+    best."""
 
     seams: ClassVar = (Seam.WIRE,)
-    alone: ClassVar = False
-    """Whether it does its part of the optimizer's work on one rank too, where nothing travels."""
+    runs_alone: ClassVar = False
+    """Whether the codec also runs on a single rank, because it does a part of the optimizer's work."""
 
     @abstractmethod
-    def codec(self) -> Codec:
-        """A new codec with these settings, for all parameters."""
+    def make_codec(self) -> Codec:
+        """Make a new codec with these settings, for all parameters."""
 
-    def selecting(self) -> Codec:
-        """A new codec with these settings, for those parameters that are selected."""
+    def make_budgeted_codec(self) -> Codec:
+        """Make a new codec with these settings, which sends only selected parameters where there is a budget."""
         if not self.budget_kb:
-            return self.codec()
+            return self.make_codec()
+        from shoestring.comm.selection.budget import BudgetedCodec, Uniform
         from shoestring.comm.selection.hypernetwork import Hypernetwork
         from shoestring.comm.selection.knapsack import Knapsack
-        from shoestring.comm.selection.select import Selected, Uniform
 
         selectors = {"auto": Hypernetwork, "hypernetwork": Hypernetwork, "knapsack": Knapsack, "uniform": Uniform}
-        return Selected(self.codec, selectors[self.select](), 1e3 * self.budget_kb)
+        return BudgetedCodec(self.make_codec, selectors[self.select](), 1e3 * self.budget_kb)
 
     @property
     def cost(self) -> str:
-        """What the saving costs, in words."""
-        return "gradients are approximate; what is left out is added later"
+        """What the reduction costs, in words."""
+        return "gradients are approximate; the residual is added later"
 
     @property
-    def together(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         """Whether the codec must have all gradients of a step at once, so that `parts` does not apply."""
         return False
 
     @property
     def exchanges(self) -> int:
-        """Exchanges a step."""
-        return 1 if self.together else self.parts
+        """Number of exchanges a step."""
+        return 1 if self.needs_all_gradients else self.parts
 
     def check(self, job: Job) -> None:
         for name in ("parts", "channels"):
@@ -75,7 +78,7 @@ class Exchange(Feature):
             raise ConfigError(f"`{self.name}.budget_kb` must be a number of kB, got {self.budget_kb}")
         if self.select != "auto" and not self.budget_kb:
             raise ConfigError(
-                f'`{self.name}.select = "{self.select}"` has nothing to choose: all parameters are sent',
+                f'`{self.name}.select = "{self.select}"` has nothing to select, because all parameters are sent',
                 hint="set `budget_kb` to the kB that a step may send",
             )
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
@@ -87,31 +90,32 @@ class Exchange(Feature):
 
         if has_hook(job.model):
             raise ConfigError(
-                "DDP has a communication hook already, and takes only one",
-                hint=f"register none, or leave `{self.name}` out",
+                "DDP already has a communication hook, and takes only one",
+                hint=f"register no hook, or remove `{self.name}`",
             )
-        sharded = {each for feature in job.features if feature.engine == "fsdp" for each in feature.over}
+        sharded = {axis for feature in job.features if feature.engine == "fsdp" for axis in feature.over}
         if job.world.ranks_over(DATA) > 1 and sharded.issuperset(DATA):
             raise ConfigError(
-                f"`{self.name}` has nothing to exchange: the model is sharded over all ranks",
+                f"`{self.name}` has nothing to exchange, because the model is sharded over all ranks",
                 hint='shard inside hosts only, with parallel.fsdp.hosts = "leave"',
             )
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.comm.exchange.attached import install
+        from shoestring.comm.exchange.attach import install
 
         install(job, self)
 
     def explain(self, job: Job) -> str:
         hosts, local = job.world.ranks_over([HOSTS]), job.world.ranks_over([LOCAL])
         if hosts * local == 1:
-            return "one rank: nothing travels" if self.alone else "off: one rank"
-        by_rows = self.torus and hosts > 1 and local > 1
-        between = f"{hosts} hosts, of sums inside each" if by_rows else f"{hosts * local} ranks"
+            return "one rank: nothing is sent" if self.runs_alone else "off: one rank"
+        hierarchical = self.torus and hosts > 1 and local > 1
+        between = f"{hosts} hosts, of sums inside each" if hierarchical else f"{hosts * local} ranks"
         select = "hypernetwork" if self.select == "auto" else self.select
-        parts = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
-        parts += f"in {self.exchanges} parts " if self.exchanges > 1 else ""
-        return f"between {between}, {parts}{'during the backward pass' if job.engine == 'ddp' else 'before the step'}"
+        budget = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
+        parts = f"in {self.exchanges} parts " if self.exchanges > 1 else ""
+        when = "during the backward pass" if job.engine == "ddp" else "before the step"
+        return f"between {between}, {budget}{parts}{when}"
 
     def saving(self, trace: Trace) -> Saving | None:
         facts = trace.facts
@@ -123,5 +127,5 @@ class Exchange(Feature):
             used=facts["wire_bytes"] / facts["wire_steps"] / 1e6,
             without=facts["wire_without"] / 1e6,
             measured=True,
-            cost=f"{self.cost}; {1e3 * exposed:.0f} ms a step that nothing hid",
+            cost=f"{self.cost}; {1e3 * exposed:.0f} ms of exposed communication a step",
         )

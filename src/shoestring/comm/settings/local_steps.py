@@ -1,4 +1,4 @@
-"""Settings of replicas that train on their own and merge now and then."""
+"""Settings of replicas that train on their own and are merged every few steps."""
 
 from __future__ import annotations
 
@@ -20,36 +20,41 @@ __all__ = ["DiLoCo", "LocalSGD", "LocalSteps", "SparseLoCo"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Feature):
-    """What all ways of merging replicas every so many steps have in common.
+    """What all ways of merging replicas every few steps have in common.
 
-    The last of `job.progress.total` steps merges everything, whatever the step is. A loop of one's own that does not
-    set it ends with equal models only on a multiple of `every`.
+    The last of `job.progress.total` steps merges all weights, whatever its number. A training loop of your own that
+    does not set this total ends with equal replicas only on a multiple of `every`.
     """
 
     every: int = 100
-    """Steps that each replica makes on its own between two merges of the same weights."""
+    """Number of steps that each replica trains on its own between two merges of the same weights. A larger value sends
+    less, and lets the replicas drift further apart."""
     start: int = 0
-    """Steps at the beginning after each of which the replicas are averaged (post-local SGD)."""
+    """Number of steps at the beginning after each of which the replicas are averaged (post-local SGD)."""
     fragments: int = 1
-    """Groups of layers that are merged one after the other, so that the link is used evenly (streaming)."""
+    """Number of groups of layers that are merged one after the other (streaming). More groups spread the bytes more
+    evenly over time."""
     layout: Literal["strided", "sequential"] = "strided"
-    """Which layers a group takes: every so-manyth one, or neighbours."""
+    """Assignment of layers to fragments: "strided" deals them out in turn, "sequential" groups neighbouring layers."""
     delay: int = 0
-    """Steps that go on while an exchange travels, before its result is merged."""
+    """Number of steps that training continues while an exchange is on the wire, before its result is merged. A larger
+    value overlaps slower exchanges, and merges older weights."""
     alpha: float = 0.5
-    """Share of a replica's own weights that is left in a merge, where `delay` is not 0."""
+    """Weight of a replica's own parameters in a merge, between 0 and 1, where `delay` is not 0. A larger value keeps
+    more of the steps made during the exchange, and lets the replicas agree less."""
     replica: Literal["auto", "host", "rank"] = "auto"
-    """What trains on its own: a host or every rank; "auto" is hosts where there are several."""
+    """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
+    several."""
 
     seams: ClassVar = (Seam.SHARD, Seam.STEP)
 
     @abstractmethod
     def make_codec(self) -> Codec:
-        """A new codec, for what replicas tell each other."""
+        """Make a new codec for the exchanges between replicas."""
 
     @property
     def outer(self) -> tuple[float, float, bool]:
-        """Learning rate, momentum, and whether that is Nesterov's, of the outer optimizer."""
+        """Learning rate and momentum of the outer optimizer, and whether the momentum is Nesterov's."""
         return 1.0, 0.0, False
 
     @property
@@ -57,8 +62,8 @@ class LocalSteps(Feature):
         return (HOSTS,) if self.replica == "host" else DATA
 
     @property
-    def idle(self) -> bool:
-        """Whether a single replica is left exactly as it would be without the feature."""
+    def leaves_one_replica_alone(self) -> bool:
+        """Whether a single replica trains exactly as it would without the feature."""
         return False
 
     def resolve(self, world: World) -> Self:
@@ -70,19 +75,19 @@ class LocalSteps(Feature):
         self._check_numbers()
         if set(self.over) & set(job.replicas):
             raise ConfigError(
-                f"`{self.name}`: the model is wrapped in DDP, which averages gradients of all ranks at every step",
-                hint='give the bare model, with parallel.DDP(hosts="leave") where hosts have several ranks',
+                f"`{self.name}` cannot use a model in DDP, which averages the gradients of all ranks at every step",
+                hint='pass the bare model, with parallel.DDP(hosts="leave") where hosts have several ranks',
             )
-        if (wire := self._exchanging(job)) is not None:
+        if (wire := self._find_exchange(job)) is not None:
             raise ConfigError(
-                f"`{wire.name}` exchanges gradients at every step, which `{self.name}` is there to avoid",
+                f"`{wire.name}` exchanges gradients at every step, and `{self.name}` is meant to avoid that",
                 hint=f"remove [{wire.name}] or [{self.name}]",
             )
-        from shoestring.comm.local.fragments import units
+        from shoestring.comm.local.fragments import group_parameters
 
-        if self.fragments > (most := len(units(job.module))):
+        if self.fragments > (most := len(group_parameters(job.module))):
             raise ConfigError(
-                f"`{self.name}.fragments` is {self.fragments}, and the model has {most} parts to share out"
+                f"`{self.name}.fragments` must be at most {most}, the groups of this model, got {self.fragments}"
             )
 
     def _check_numbers(self) -> None:
@@ -94,92 +99,96 @@ class LocalSteps(Feature):
         require("start", self.start >= 0, "not be negative")
         require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
         require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
-        require("alpha", 0 <= self.alpha <= 1, "be a share")
+        require("alpha", 0 <= self.alpha <= 1, "lie between 0 and 1")
         lr, momentum, _ = self.outer
         if not (lr > 0 and 0 <= momentum < 1):
             raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
 
-    def _exchanging(self, job: Job) -> Feature | None:
-        """Who exchanges gradients over the dimensions that are to be left alone; inside DDP's it may."""
+    def _find_exchange(self, job: Job) -> Feature | None:
+        """The feature that exchanges gradients between replicas; inside a replica under DDP an exchange is allowed."""
         inside = self.replica == "host" and job.engine == "ddp"
-        return next((each for each in job.features if Seam.WIRE in each.seams and not inside), None)
+        return next((feature for feature in job.features if Seam.WIRE in feature.seams and not inside), None)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.comm.exchange.replicas import begin_equal
+        from shoestring.comm.exchange.replicas import broadcast_weights
         from shoestring.comm.local.outer_state import install
 
         if seam is Seam.SHARD:
-            begin_equal([*job.module.parameters(), *job.module.buffers()], job.world.group(self.over))
-        elif job.world.ranks_over(self.over) > 1 or not self.idle:
+            broadcast_weights([*job.module.parameters(), *job.module.buffers()], job.world.group(self.over))
+        elif job.world.ranks_over(self.over) > 1 or not self.leaves_one_replica_alone:
             install(job, self)
 
     def explain(self, job: Job) -> str:
         replicas = job.world.ranks_over(self.over)
-        streamed = f", in {self.fragments} parts" if self.fragments > 1 else ""
-        hidden = f", merged {self.delay} steps after they were sent" if self.delay else ""
-        return f"{replicas} replica{'s' * (replicas > 1)}, merged every {self.every} steps{streamed}{hidden}"
+        streamed = f", in {self.fragments} fragments" if self.fragments > 1 else ""
+        overlapped = f", {self.delay} steps after they were sent" if self.delay else ""
+        return f"{replicas} replica{'s' * (replicas > 1)}, merged every {self.every} steps{streamed}{overlapped}"
 
     def saving(self, trace: Trace) -> Saving | None:
         facts = trace.facts
         if not facts.get("outer_syncs"):
             return None
         steps, syncs = facts["outer_steps"], facts["outer_syncs"]
-        each = (
-            f"{facts['outer_bytes'] / syncs / 1e6:.3g} MB and {facts['outer_exposed'] / syncs:.3g} s that nothing hid"
-        )
+        megabytes, exposed = facts["outer_bytes"] / syncs / 1e6, facts["outer_exposed"] / syncs
         return Saving(
             unit="MB sent a rank and step",
             used=facts["outer_bytes"] / steps / 1e6,
             without=facts["outer_without"] / 1e6,
             measured=True,
-            cost=f"replicas differ between merges; {syncs:.0f} merges, of {each} each",
+            cost=(
+                f"replicas differ between merges; {syncs:.0f} merges, each of {megabytes:.3g} MB and "
+                f"{exposed:.3g} s of exposed communication"
+            ),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(LocalSteps):
-    """Local steps whose exchanges are dense, or quantised."""
+    """Local steps whose exchanges are dense or quantised."""
 
     codec: Literal["fp32", "bf16", "8bit", "4bit"] = "fp32"
-    """What travels; with 8 and 4 bits, what rounding left out is added to the next exchange."""
+    """Encoding of what replicas send each other. Fewer bits send less; with 8 and 4 bits the rounding error is added to
+    the next exchange (error feedback)."""
 
     @property
-    def idle(self) -> bool:
+    def leaves_one_replica_alone(self) -> bool:
         return self.codec == "fp32" and self.outer[:2] == (1.0, 0.0)
 
     def make_codec(self) -> Codec:
         import torch
 
         if self.codec in ("8bit", "4bit"):
-            from shoestring.comm.codecs.quantize import Quantize
+            from shoestring.comm.codecs.quantize import QuantizeCodec
 
-            return Quantize(8 if self.codec == "8bit" else 4, rounding="nearest", feedback=True)
-        from shoestring.comm.codecs.dense import Dense
+            return QuantizeCodec(8 if self.codec == "8bit" else 4, rounding="nearest", feedback=True)
 
-        return Dense(torch.bfloat16 if self.codec == "bf16" else None)
+        from shoestring.comm.codecs.dense import DenseCodec
+
+        return DenseCodec(torch.bfloat16 if self.codec == "bf16" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Averaging):
-    """Replicas train on their own, and their weights are averaged every so many steps (Stich 2019)."""
+    """Replicas train on their own, and their weights are averaged every few steps (Stich 2019)."""
 
     every: int = 8
-    """Steps that each replica makes on its own between two averages of the same weights."""
+    """Number of steps that each replica trains on its own between two averages of the same weights. A larger value
+    sends less, and lets the replicas drift further apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Averaging):
-    """Replicas train on their own; an outer optimizer with Nesterov's momentum follows the mean of how far they came.
+    """Replicas train on their own, and an outer optimizer with Nesterov momentum steps along their mean change.
 
     Douillard et al. 2023 (arXiv 2311.08105); with `fragments` and `delay`, Streaming DiLoCo (arXiv 2501.18512).
     """
 
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer; 1 goes to the mean of the replicas."""
+    """Learning rate of the outer optimizer. Without momentum, 1 moves the weights to the mean of the replicas."""
     outer_momentum: float = 0.9
-    """Decay of the outer optimizer's velocity."""
+    """Decay of the outer optimizer's velocity. A larger value averages over more merges and reacts more slowly."""
     nesterov: bool = True
-    """Look ahead along that velocity."""
+    """Whether the outer optimizer's momentum is Nesterov's."""
 
     @property
     def outer(self) -> tuple[float, float, bool]:
@@ -188,21 +197,26 @@ class DiLoCo(Averaging):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLoCo(LocalSteps):
-    """Local steps whose mean is of the largest entries of each chunk only, at 2 bits, with error feedback.
+    """Local steps whose exchanges send only the top k entries of each chunk, at 2 bits, with error feedback.
 
-    Sarfi et al. 2025 (arXiv 2508.15706). One of 64 entries travels, in 10.5 bits: 195 times less than in fp32.
+    Sarfi et al. 2025 (arXiv 2508.15706). By default one of 64 entries is sent, in 10.5 bits: 195 times less than all
+    entries in fp32.
     """
 
     every: int = 30
-    """Steps that each replica makes on its own between two merges of the same weights."""
+    """Number of steps that each replica trains on its own between two merges of the same weights. A larger value sends
+    less, and lets the replicas drift further apart."""
     k: int = 64
-    """Entries that are sent of each chunk of 4096."""
+    """Number of entries sent of each chunk of 4,096 entries. A larger value is more accurate and sends more bytes, in
+    proportion."""
     beta: float = 0.95
-    """Decay of what has not been sent yet, at every exchange."""
+    """Decay of the residual at every exchange, between 0 and 1. With 1 every change is sent sooner or later; a smaller
+    value forgets older ones."""
     outer_lr: float = 1.0
-    """Learning rate of the outer optimizer."""
+    """Learning rate of the outer optimizer. Without momentum, 1 moves the weights by the mean change that was sent."""
     outer_momentum: float = 0.0
-    """Decay of the outer optimizer's velocity (Nesterov's); the error feedback is a momentum of its own."""
+    """Decay of the outer optimizer's Nesterov velocity. It is 0 by default because the residual already acts like
+    momentum."""
 
     @property
     def outer(self) -> tuple[float, float, bool]:
@@ -216,6 +230,6 @@ class SparseLoCo(LocalSteps):
             raise ConfigError(f"`{self.name}.beta` must lie in [0, 1], got {self.beta}")
 
     def make_codec(self) -> Codec:
-        from shoestring.comm.codecs.sparseloco import ChunkedTopK
+        from shoestring.comm.codecs.sparseloco import SparseLoCoCodec
 
-        return ChunkedTopK(self.k, self.beta)
+        return SparseLoCoCodec(self.k, self.beta)

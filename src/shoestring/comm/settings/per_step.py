@@ -10,6 +10,8 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Seam
 
 if TYPE_CHECKING:
+    import torch
+
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.job import Job
 
@@ -18,28 +20,26 @@ __all__ = ["BF16", "DGC", "Dense", "Exchange", "OkTopK", "PowerSGD", "Quantize",
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Exchange):
-    """Gradients whole, in the exchange's own order, parts and channels: what DDP does, between hosts as a 2D torus."""
+    """Uncompressed gradients, as DDP sends them, but in parts, over channels, and between hosts by a 2D torus."""
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.dense import Dense
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.dense import DenseCodec
 
-        return Dense()
+        return DenseCodec()
 
     @property
     def cost(self) -> str:
-        return "nothing is approximate"
+        return "gradients are exact"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Exchange):
-    """Gradients as bf16: half the bytes of fp32, with bf16's rounding in the sums."""
+    """Gradients in bf16: half the bytes of fp32, with bf16's rounding in the sums."""
 
-    def codec(self) -> Codec:
-        import torch
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.dense import DenseCodec
 
-        from shoestring.comm.codecs.dense import Dense
-
-        return Dense(torch.bfloat16)
+        return DenseCodec(_wire_dtype("bf16"))
 
     @property
     def cost(self) -> str:
@@ -48,18 +48,20 @@ class BF16(Exchange):
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Exchange):
-    """Gradients of low rank, by one power iteration a step, with error feedback (Vogels et al. 2019)."""
+    """Low-rank gradients by one power iteration a step, with error feedback (Vogels et al. 2019)."""
 
     rank: int = 4
-    """Of what travels; bytes grow with it, and so does what each step brings."""
+    """Rank of the approximation. A higher rank is more accurate and sends more bytes, in proportion."""
     alternate: bool = False
-    """One half of the iteration a step: half the bytes and one round trip, with a basis that is one step old."""
+    """Whether each step computes only one of the two factors, in turn. This halves the bytes and needs one round trip
+    instead of two, with a basis that is one step old."""
     wire: Literal["fp32", "bf16"] = "fp32"
-    """What the two factors travel as."""
+    """Data type of the two factors on the wire."""
     start: int = 0
-    """Steps at the beginning that send gradients whole: Adam's averages begin with all there is."""
+    """Number of steps at the beginning that send gradients uncompressed. Adam's averages then start from exact
+    gradients, and these steps send all bytes."""
     seed: int = 0
-    """Of the first basis."""
+    """Seed of the random basis that the first power iteration starts from."""
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -68,43 +70,45 @@ class PowerSGD(Exchange):
         if self.start < 0:
             raise ConfigError(f"`{self.name}.start` must not be negative, got {self.start}")
 
-    def codec(self) -> Codec:
-        import torch
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.powersgd import PowerSGDCodec
 
-        from shoestring.comm.codecs.powersgd import PowerSGD
-
-        dtype = torch.bfloat16 if self.wire == "bf16" else torch.float32
-        return PowerSGD(self.rank, alternate=self.alternate, dtype=dtype, start=self.start, seed=self.seed)
+        return PowerSGDCodec(
+            self.rank, alternate=self.alternate, dtype=_wire_dtype(self.wire), start=self.start, seed=self.seed
+        )
 
     @property
     def cost(self) -> str:
-        return f"gradients have rank {self.rank}; what is left out is added later"
+        return f"gradients have rank {self.rank}; the residual is added later"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Exchange):
-    """Gradients as 8 or 4 bits an entry with a scale a bucket, summed by owners (after QSGD, Alistarh et al. 2017)."""
+    """Gradients of 8 or 4 bits an entry, by a compressed reduce-scatter and all-gather (after QSGD, 2017)."""
 
     bits: Literal[8, 4] = 8
-    """An entry on the wire."""
+    """Bits of each entry on the wire. Fewer bits send less and round more."""
     bucket: int = 512
-    """Entries that share a scale."""
+    """Number of entries that share a scale. Larger buckets send fewer scales (32 bits each) and round more."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
-    """Stochastic is right on average; nearest errs less, and should have its errors fed back."""
+    """Rounding method. "stochastic" is unbiased; "nearest" has a smaller error, and needs `feedback`."""
     feedback: bool = False
-    """Add what rounding left out to the next step's gradients."""
+    """Whether the rounding error is kept as a residual and added to the next step's gradients (error feedback). The
+    residual costs 4 bytes of memory a parameter."""
     seed: int = 0
-    """Of stochastic rounding."""
+    """Seed of stochastic rounding."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         if self.bucket < 2:
             raise ConfigError(f"`{self.name}.bucket` must be at least 2, got {self.bucket}")
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.quantize import Quantize
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.quantize import QuantizeCodec
 
-        return Quantize(self.bits, bucket=self.bucket, rounding=self.rounding, feedback=self.feedback, seed=self.seed)
+        return QuantizeCodec(
+            self.bits, bucket=self.bucket, rounding=self.rounding, feedback=self.feedback, seed=self.seed
+        )
 
     @property
     def cost(self) -> str:
@@ -113,42 +117,44 @@ class Quantize(Exchange):
 
 @dataclass(frozen=True, kw_only=True)
 class Sign(Exchange):
-    """Signs and a scale a bucket, with error feedback (Karimireddy et al. 2019), about a bit an entry."""
+    """Signs of the gradients and a scale a bucket, with error feedback (Karimireddy et al. 2019): 1 bit an entry."""
 
     bucket: int = 512
-    """Entries that share a scale."""
+    """Number of entries that share a scale. Larger buckets send fewer scales (32 bits each) and are less accurate."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         if self.bucket < 2:
             raise ConfigError(f"`{self.name}.bucket` must be at least 2, got {self.bucket}")
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.sign import Sign
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.sign import SignCodec
 
-        return Sign(bucket=self.bucket)
+        return SignCodec(bucket=self.bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(Exchange):
-    """Entries as -1, 0 or 1 times a scale, right on average (Wen et al. 2017): two bits an entry, no error feedback."""
+    """Gradients of three levels, -1, 0 and 1 times a scale (Wen et al. 2017): 2 bits an entry, without a residual."""
 
     clip: float = 2.5
-    """Standard deviations that an entry may have at most."""
-    owners: bool = False
-    """Sum at owners: one more exchange, and bytes that do not grow with the number of ranks."""
+    """Largest magnitude of an entry, in standard deviations of its tensor. A larger value clips less and adds more
+    noise."""
+    reduce_scatter: bool = False
+    """Whether each rank sums one shard and gathers the sums, instead of gathering everything. This needs one more
+    collective, but the bytes do not grow with the number of ranks; they are fewer from three ranks on."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the random rounding."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         if not self.clip > 0:
             raise ConfigError(f"`{self.name}.clip` must be positive, got {self.clip}")
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.terngrad import TernGrad
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.terngrad import TernGradCodec
 
-        return TernGrad(clip=self.clip, owners=self.owners, seed=self.seed)
+        return TernGradCodec(clip=self.clip, reduce_scatter=self.reduce_scatter, seed=self.seed)
 
     @property
     def cost(self) -> str:
@@ -157,41 +163,45 @@ class TernGrad(Exchange):
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Exchange):
-    """The largest entries and where they are, with error feedback (Stich et al. 2018), by one all-gather."""
+    """The entries of largest magnitude and their indices, with error feedback (Stich et al. 2018)."""
 
     density: float = 0.01
-    """The part of the entries that is sent."""
-    how: Literal["exact", "sampled", "mstopk"] = "exact"
-    """Select exactly, by a threshold from a sample (as DGC does), or by counting passes (MSTopK)."""
+    """Density: the fraction of entries sent each step (0.01 sends 1%). A higher density is more accurate and sends more
+    bytes, in proportion."""
+    selection: Literal["exact", "sampled", "mstopk"] = "exact"
+    """Selection method: the exact top k, a threshold estimated from a sample (as in DGC), or a threshold found by
+    counting passes (MSTopK). The thresholds are faster, and select approximately the top k."""
     wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "bf16"
-    """What values travel as; what rounding takes from them is owed."""
+    """Data type of the values on the wire; rounding errors go to the residual."""
     per_layer: bool = False
-    """Select in each parameter, instead of in all together."""
+    """Whether each parameter sends its own top k entries, instead of the top k over all parameters together."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         check_density(self.name, self.density)
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.topk import TopK
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.topk import TopKCodec
 
-        return TopK(self.density, how=self.how, wire=self.wire, per_layer=self.per_layer)
+        return TopKCodec(self.density, selection=self.selection, wire=self.wire, per_layer=self.per_layer)
 
     @property
     def cost(self) -> str:
-        return f"{self.density:.2g} of the entries are sent; the others are added later"
+        return describe_density(self.density)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopK(Exchange):
-    """The largest sums of the ranks' largest entries (Li and Hoefler 2022): bytes that do not grow with the ranks."""
+    """The largest sums of the ranks' top k entries (Li and Hoefler 2022), in bytes that do not grow with the ranks."""
 
     density: float = 0.01
-    """The part of the entries that is sent."""
+    """Density: the fraction of entries sent each step (0.01 sends 1%). A higher density is more accurate and sends more
+    bytes, in proportion."""
     slack: float = 1.25
-    """Room in a message to an owner, over its equal share; what does not fit is added later."""
+    """Capacity of a message to the rank that sums a region, as a multiple of its equal share. Entries that do not fit
+    go to the residual; a larger value delays fewer entries and sends more bytes."""
     wire: Literal["fp32", "bf16"] = "bf16"
-    """What values travel as."""
+    """Data type of the values on the wire."""
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -199,74 +209,78 @@ class OkTopK(Exchange):
         if self.slack < 1:
             raise ConfigError(f"`{self.name}.slack` must be at least 1, got {self.slack}")
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.oktopk import OkTopK
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.oktopk import OkTopKCodec
 
-        return OkTopK(self.density, slack=self.slack, wire=self.wire)
+        return OkTopKCodec(self.density, slack=self.slack, wire=self.wire)
 
     @property
     def cost(self) -> str:
-        return f"{self.density:.2g} of the entries are sent; the others are added later"
+        return describe_density(self.density)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Exchange):
-    """Random entries, the same on all ranks, with error feedback: no indices travel, and a ring can add them up."""
+    """Random entries, the same on all ranks, with error feedback: no indices are sent, and rings sum the values."""
 
     density: float = 0.05
-    """The part of the entries that is sent."""
+    """Density: the fraction of entries sent each step (0.05 sends 5%). A higher density is more accurate and sends more
+    bytes, in proportion."""
     block: int = 16
-    """Neighbours that are drawn together."""
+    """Number of neighbouring entries that are drawn together. Larger blocks read memory faster and are less random."""
     wire: Literal["fp32", "bf16"] = "fp32"
-    """What values travel as."""
+    """Data type of the values on the wire."""
     feedback: bool = True
-    """Add what was not sent later; without it, what is sent is scaled up, which is right on average and noisy."""
+    """Whether entries that are not sent are kept as a residual (error feedback). Without it the sent entries are scaled
+    up, which is unbiased but noisy, and needs no memory."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws, the same on all ranks."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         check_density(self.name, self.density)
 
-    def codec(self) -> Codec:
-        import torch
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.randomk import RandomKCodec
 
-        from shoestring.comm.codecs.randomk import RandomK
-
-        dtype = torch.bfloat16 if self.wire == "bf16" else torch.float32
-        return RandomK(self.density, block=self.block, dtype=dtype, feedback=self.feedback, seed=self.seed)
+        return RandomKCodec(
+            self.density, block=self.block, dtype=_wire_dtype(self.wire), feedback=self.feedback, seed=self.seed
+        )
 
     @property
     def cost(self) -> str:
-        return f"{self.density:.2g} of the entries are sent; the others are added later"
+        return describe_density(self.density)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Exchange):
-    """Deep Gradient Compression (Lin et al. 2018): the largest entries of each rank's own momentum. Builds the SGD."""
+    """Deep Gradient Compression (Lin et al. 2018): the top k entries of each rank's momentum. It builds its own SGD."""
 
     lr: float = 0.1
-    """Learning rate of its SGD."""
+    """Learning rate of the SGD that DGC builds."""
     weight_decay: float = 0.0
-    """Of its SGD."""
+    """Weight decay of the SGD that DGC builds."""
     momentum: float = 0.9
-    """Of the velocity that is accumulated before it is sent."""
+    """Decay of each rank's velocity, which accumulates before it is sent."""
     nesterov: bool = False
-    """Nesterov's form of it."""
+    """Whether the momentum is Nesterov's."""
     density: float = 0.001
-    """The part of the entries that is sent, after the warm-up."""
+    """Density after the warm-up: the fraction of entries sent each step (0.001 sends 0.1%). A higher density is more
+    accurate and sends more bytes, in proportion."""
     warmup: int = 0
-    """Steps over which the density falls to that, in five stages."""
+    """Number of steps over which the density falls to `density`, in five stages. A longer warm-up is gentler on early
+    training, and sends more bytes during these steps."""
     clip: float = 0.0
-    """Largest norm of the gradients; each of N ranks clips its own at this over the root of N. All gradients must be
-    there before any can be sent, so the step is exchanged in one part. 0 turns clipping off."""
-    how: Literal["exact", "sampled", "mstopk"] = "exact"
-    """As for `comm.topk`."""
+    """Largest norm of the gradients; each of N ranks clips its own gradients at this value over the square root of N.
+    Clipping needs all gradients before the first can be sent, so the step is exchanged in one part. 0 turns it off."""
+    selection: Literal["exact", "sampled", "mstopk"] = "exact"
+    """Selection method: the exact top k, a threshold estimated from a sample, or a threshold found by counting passes
+    (MSTopK). The thresholds are faster, and select approximately the top k."""
     wire: Literal["fp32", "bf16", "int8", "int4", "int2"] = "fp32"
-    """What values travel as."""
+    """Data type of the values on the wire; rounding errors go to the residual."""
 
     seams: ClassVar = (Seam.WIRE, Seam.OPTIM)
-    alone: ClassVar = True
+    runs_alone: ClassVar = True
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -277,7 +291,7 @@ class DGC(Exchange):
             )
 
     @property
-    def together(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         return self.clip > 0
 
     def apply(self, job: Job, seam: Seam) -> None:
@@ -290,24 +304,34 @@ class DGC(Exchange):
 
         job.build_with(partial(SGD, lr=self.lr, weight_decay=self.weight_decay))
 
-    def codec(self) -> Codec:
-        from shoestring.comm.codecs.dgc import DGC
+    def make_codec(self) -> Codec:
+        from shoestring.comm.codecs.dgc import DGCCodec
 
-        return DGC(
+        return DGCCodec(
             self.density,
             momentum=self.momentum,
             nesterov=self.nesterov,
             clip=self.clip or None,
             warmup=self.warmup,
-            how=self.how,
+            selection=self.selection,
             wire=self.wire,
         )
 
     @property
     def cost(self) -> str:
-        return f"{self.density:.2g} of the entries are sent; the others are added later"
+        return describe_density(self.density)
 
 
 def check_density(name: str, density: float) -> None:
     if not 0 < density <= 1:
         raise ConfigError(f"`{name}.density` must be above 0 and at most 1, got {density}")
+
+
+def describe_density(density: float) -> str:
+    return f"{density:.2g} of the entries are sent; the residual is added later"
+
+
+def _wire_dtype(name: Literal["fp32", "bf16"]) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if name == "bf16" else torch.float32

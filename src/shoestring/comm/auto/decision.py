@@ -1,0 +1,196 @@
+"""Chooses an exchange from what all ranks measured: lists the candidates, prices them, and takes the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import mean
+from typing import Any
+
+from shoestring.comm.auto.cost_model import CodecCost, PricedDDP, PricedExchange
+from shoestring.comm.auto.probes import CodecTiming
+from shoestring.comm.exchange.coordinator import deal_cohorts
+from shoestring.core.feature import DATA, HOSTS, LOCAL
+from shoestring.core.trace import Trace
+from shoestring.planning.cluster import Cluster, Collective
+from shoestring.planning.simulate import Plan, Priced, choose, makespan
+
+WIDE = 2.0  # slowest over fastest of equal passes, beyond which a prediction is called rough
+MARGIN = 0.05  # share of DDP's time by which a candidate must beat it
+PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
+FINEST = 1 << 20  # bytes of the smallest bucket: DDP's first one, which torch.compile takes for the smallest
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to exchange gradients: DDP with buckets of `bucket` bytes where `codec` is empty, else the codec."""
+
+    codec: str
+    parts: int
+    channels: int
+    bucket: int
+    whole: tuple[str, ...] = ()
+    """Names of parameters whose gradients are not compressed."""
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> Candidate:
+        return cls(**{**table, "whole": tuple(table["whole"])})
+
+    def __str__(self) -> str:
+        if not self.codec:
+            return f"DDP, buckets of {self.bucket / 2**20:.3g} MB"
+        parts = f"{self.parts} part{'s' * (self.parts > 1)}"
+        channels = ", 2 channels" * (self.channels > 1)
+        return f"{self.codec} in {parts}{channels}{', the first part uncompressed' if self.whole else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurements:
+    """What one rank measured, in seconds.
+
+    Args:
+        marks: from the start of a forward pass to its end, to the arrival of each gradient, and to the end of the
+            backward pass.
+        coded: by codec, its work on each run of gradients and then on all of them.
+        slowdown: factors by which kinds of work slow each other down.
+    """
+
+    marks: Mapping[str, float]
+    coded: Mapping[str, Sequence[CodecTiming]]
+    slowdown: Mapping[str, float]
+    passes: Sequence[float] = ()
+    """Seconds of each timed pass; the marks are medians over these passes."""
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> RankMeasurements:
+        coded = {
+            call: [CodecTiming(tuple(timing["seconds"]), tuple(timing["nbytes"])) for timing in timings]
+            for call, timings in table["coded"].items()
+        }
+        return cls(marks=table["marks"], coded=coded, slowdown=table["slowdown"], passes=table["passes"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What all ranks measured.
+
+    Args:
+        sizes: bytes of each gradient, in the order of a forward pass.
+        arrival: names of the gradients in the order of their arrival.
+        pieces: bytes of the runs of gradients, in the coordinator's order, on which codecs were timed.
+        bucket, lanes: DDP's bucket size in bytes, and how many of its all-reduces run at once.
+        shard: ranks of a host under a 2D torus, else 1.
+    """
+
+    sizes: dict[str, int]
+    arrival: Sequence[str]
+    pieces: Sequence[int]
+    links: tuple[Collective, ...]
+    ranks: Sequence[RankMeasurements]
+    bucket: int
+    lanes: int
+    shard: int = 1
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    def trace(self) -> Trace:
+        """The slowest rank's step, as spans one after the other."""
+        marks = max((rank.marks for rank in self.ranks), key=lambda marks: marks["end"])
+        trace, before = Trace(origin=0.0), marks["forward"]
+        trace.record("forward", "compute", 0.0, before)
+        for name in self.arrival:
+            stop = max(marks[name], before)
+            trace.record(name, "compute", before, stop, self.sizes[name])
+            before = stop
+        trace.record("end", "compute", before, max(before, marks["end"]))
+        return trace
+
+    def cluster(self) -> Cluster:
+        """The links, and the ranks' mean slowdown of concurrent work. Channels share a link."""
+        factors = {key: mean(rank.slowdown[key] for rank in self.ranks) for key in self.ranks[0].slowdown}
+        return Cluster(collectives=self.links, slowdown=factors | {"wire beside wire": 2.0})
+
+    def costs(self) -> dict[str, CodecCost]:
+        """The cost of each codec, every number the slowest rank's."""
+        return {call: self._cost([rank.coded[call] for rank in self.ranks]) for call in self.ranks[0].coded}
+
+    def _cost(self, ranks: Sequence[Sequence[CodecTiming]]) -> CodecCost:
+        slowest = [
+            CodecTiming(tuple(map(max, zip(*[timing.seconds for timing in same], strict=True))), same[0].nbytes)
+            for same in zip(*ranks, strict=True)
+        ]
+        return CodecCost.fit(self.pieces, slowest[:-1], slowest[-1])
+
+
+def decide(measured: Measurements) -> tuple[Plan, Candidate]:
+    """Choose DDP as it is, unless a candidate is faster by more than `MARGIN`; then the fastest candidate.
+
+    The first parts of a chosen codec stay uncompressed where their exchange is overlapped by computing anyway, because
+    compressing them gains nothing.
+    """
+    trace, cluster, costs = measured.trace(), measured.cluster(), measured.costs()
+    ddp, *others = list_candidates(measured)
+    candidates = {"DDP": ddp} | {str(candidate): candidate for candidate in others}
+    prices = {name: price(candidate, measured, costs) for name, candidate in candidates.items()}
+    plan = choose(prices, trace, cluster, margin=MARGIN)
+    candidate = candidates[plan.choice]
+    for variant, seconds in leave_first_parts_whole(candidate, measured, costs, trace, cluster):
+        if seconds <= plan.seconds * (1 + MARGIN / 2):
+            return replace(plan, choice=str(variant), predicted=plan.predicted | {str(variant): seconds}), variant
+    return plan, candidate
+
+
+def explain_spread(measured: Measurements) -> str:
+    """Say why the predicted seconds are rough; empty where they are not."""
+    passes = [seconds for rank in measured.ranks for seconds in rank.passes]
+    if not passes or max(passes) <= WIDE * min(passes):
+        return ""
+    return (
+        f"this prediction is rough: equal forward and backward passes took {min(passes):.2g} to {max(passes):.2g} s, "
+        "because other programs use these hosts, or the ranks are unequal"
+    )
+
+
+def list_candidates(measured: Measurements) -> Iterator[Candidate]:
+    """DDP as it is, DDP with smaller buckets, and each codec in parts; preferred candidates come first."""
+    total, bucket = measured.total, measured.bucket
+    yield Candidate("", 1, 1, bucket)
+    for parts in PARTS[1:]:
+        if FINEST <= total // parts < min(bucket, total):
+            yield Candidate("", 1, 1, total // parts)
+    for call in measured.ranks[0].coded:
+        for parts in PARTS:
+            if len(deal_cohorts(measured.sizes, parts)) == parts:
+                fine = min(bucket, max(FINEST, total // (4 * parts)))
+                for channels in CHANNELS[: 1 + (parts > 1)]:
+                    yield Candidate(call, parts, channels, fine)
+
+
+def price(candidate: Candidate, measured: Measurements, costs: Mapping[str, CodecCost], whole: int = 0) -> Priced:
+    """Build the cost model of a candidate whose first `whole` parts are not compressed."""
+    if not candidate.codec:
+        return PricedDDP(DATA, candidate.bucket, measured.lanes)
+    return PricedExchange(
+        over=(HOSTS,) if measured.shard > 1 else DATA,
+        costs=(*[costs["dense"]] * whole, costs[candidate.codec]),
+        cohorts=deal_cohorts(measured.sizes, candidate.parts),
+        channels=candidate.channels,
+        bucket=candidate.bucket,
+        inner=(LOCAL,),
+        shard=measured.shard,
+    )
+
+
+def leave_first_parts_whole(
+    candidate: Candidate, measured: Measurements, costs: Mapping[str, CodecCost], trace: Trace, cluster: Cluster
+) -> Iterator[tuple[Candidate, float]]:
+    """Variants of a candidate whose first parts are uncompressed, most parts first, each with its seconds."""
+    if candidate.codec in ("", "dense"):
+        return
+    parts = deal_cohorts(measured.sizes, candidate.parts)
+    for whole in range(len(parts) - 1, 0, -1):
+        seconds = makespan(price(candidate, measured, costs, whole).predict(trace, cluster))
+        yield replace(candidate, whole=tuple(chain(*parts[:whole]))), seconds
