@@ -297,7 +297,7 @@ def test_one_host_ends_all_and_one_vote_stops_all(four: Pool) -> None:
     ([DiLoCo(every=0)], ConfigError, "`comm.diloco.every` must be at least 1"),
     ([DiLoCo(every=4, delay=4)], ConfigError, r"`comm.diloco.delay` must lie between 0 and `every` - 1 \(3\), got 4"),
     ([DiLoCo(every=4, fragments=5)], ConfigError, "`comm.diloco.fragments` must lie between 1 and `every`"),
-    ([DiLoCo(fragments=9)], ConfigError, "`comm.diloco.fragments` is 9, and the model has 5 parts"),
+    ([DiLoCo(fragments=9)], ConfigError, "`comm.diloco.fragments` must be at most 5, the groups"),
     ([DiLoCo(outer_momentum=1.0)], ConfigError, "outer_momentum"),
     ([SparseLoCo(k=5000)], ConfigError, "`comm.sparseloco.k` must lie between 1 and 4096"),
     ([DiLoCo(), DDP()], ConflictError, "both own SHARD"),
