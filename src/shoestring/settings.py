@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -35,6 +35,9 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
     for key in table:
         if key not in names:
             raise ConfigError(f"{source}: unknown key `{key}` in [{where}]", hint=nearest(key, names))
+    for each in fields(settings):  # pyright: ignore[reportArgumentType]
+        if each.name not in table and each.default is each.default_factory is MISSING:
+            raise ConfigError(f"{source}: `{where}.{each.name}` is missing")
     hints = get_type_hints(settings)
     values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
     for key, value in values.items():
@@ -46,6 +49,8 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
 
 def _value(value: Any, kind: Any, where: str, source: str) -> Any:
     listed = isinstance(value, list | tuple)  # a string would become its characters
+    if listed and (settings := _settings_in(kind)):
+        return tuple(structure(each, settings, f"{where}[{index}]", source) for index, each in enumerate(value))
     choices = [kind] if get_origin(kind) is not UnionType else get_args(kind)
     for choice in choices if any(get_origin(each) is tuple for each in choices) else [kind]:
         if (get_origin(choice) is tuple) <= listed:
@@ -57,6 +62,12 @@ def _value(value: Any, kind: Any, where: str, source: str) -> Any:
     raise ConfigError(f"{source}: `{where}` must be {describe(kind)}, got {value!r}")
 
 
+def _settings_in(kind: Any) -> type | None:
+    """The dataclass of which `kind` is a list: an array of tables."""
+    inside = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return inside if isinstance(inside, type) and is_dataclass(inside) else None
+
+
 def describe(kind: Any) -> str:
     """A type in words for users: `a number`, `one of "a", "b"`."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -64,6 +75,8 @@ def describe(kind: Any) -> str:
         return words[kind]
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
+    if _settings_in(kind):
+        return "a list of tables"
     if get_origin(kind) is tuple:
         parts = get_args(kind)
         inside = words.get(parts[0], "values").removeprefix("a ")

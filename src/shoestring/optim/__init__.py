@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Phase, Seam
+from shoestring.naming import resolve
+from shoestring.optim.groups import Group, check_groups
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
 
-__all__ = ["SGD", "AdamW", "Clip", "Schedule"]
+__all__ = ["SGD", "AdamW", "Clip", "Group", "Schedule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +24,13 @@ class AdamW(Feature):
     lr: float = 1e-3
     """Learning rate before any schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the averages of the gradient and of its square."""
+    """Decay rates of the running averages of the gradient and of its square."""
     eps: float = 1e-8
-    """Added to the root of the second average."""
+    """Constant added to the root of the second average, against division by zero."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and larger tensors; biases and norms do not decay."""
+    """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
+    groups: tuple[Group, ...] = ()
+    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
@@ -35,11 +39,15 @@ class AdamW(Feature):
         _at_least_zero(self, "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"`{self.name}.betas` must lie in [0, 1), got {list(self.betas)}")
+        check_groups(self, self.groups, job)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.optim.standard import adamw
+        import torch
 
-        job.build_with(adamw(self))
+        from shoestring.optim.standard import factory
+
+        settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
+        job.build_with(factory(torch.optim.AdamW, job, self.weight_decay, self.groups, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +57,28 @@ class SGD(Feature):
     lr: float = 0.1
     """Learning rate before any schedule."""
     momentum: float = 0.9
-    """Decay of the velocity."""
+    """Decay rate of the velocity; 0 is plain gradient descent."""
     nesterov: bool = True
-    """Look ahead along the velocity."""
+    """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     weight_decay: float = 0.0
-    """Decay of matrices and larger tensors, added to the gradient; biases and norms do not decay."""
+    """Weight decay of matrices and larger tensors, added to the gradient; biases and norms do not decay."""
+    groups: tuple[Group, ...] = ()
+    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
     def check(self, job: Job) -> None:
         _positive(self, "lr")
         _at_least_zero(self, "weight_decay", "momentum")
+        check_groups(self, self.groups, job)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.optim.standard import sgd
+        import torch
 
-        job.build_with(sgd(self))
+        from shoestring.optim.standard import factory
+
+        settings = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
+        job.build_with(factory(torch.optim.SGD, job, self.weight_decay, self.groups, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +86,7 @@ class Clip(Feature):
     """Scale all gradients down together where their norm exceeds a bound (Pascanu et al., 2013)."""
 
     max_norm: float = 1.0
-    """Bound of the 2-norm over all gradients and ranks; `inf` only measures it."""
+    """Upper bound of the 2-norm of all gradients together; `inf` only measures the norm."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -91,21 +105,27 @@ Clip.neutral = Clip(max_norm=math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Feature):
-    """Warm-up, then a decay of the learning rate over the run's steps."""
+    """Linear warm-up of the learning rate, then its decay over the steps of the run."""
 
     shape: Literal["cosine", "trapezoid", "constant"] = "cosine"
-    """`cosine` decays from the end of the warm-up; `trapezoid` stays level, then decays linearly in the cool-down."""
+    """Shape of the decay: `cosine` begins after the warm-up; `trapezoid` is level, then linear in the cool-down."""
     warmup: int = 100
-    """Steps of linear rise from 0."""
+    """Steps of the linear warm-up from 0."""
     cooldown: float = 0.2
-    """Share of the steps that a trapezoid decays in."""
+    """Fraction of all steps in which a `trapezoid` decays."""
     final: float = 0.1
-    """Share of the learning rate that is left at the end."""
+    """Learning rate after the last step, as a fraction of the highest one."""
+    function: str = ""
+    """Schedule of your own, `package.module:callable` from (step, total steps) to the factor of the learning rate; used
+    in place of all other settings here."""
 
     seams: ClassVar = (Seam.STEP,)
 
     def check(self, job: Job) -> None:
         _at_least_zero(self, "warmup", "cooldown", "final")
+        if self.function:
+            _check_factor(self.factor(0, job.progress.total), self.function)
+            return
         for name in ("cooldown", "final"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"`{self.name}.{name}` is a share and must lie in [0, 1], got {getattr(self, name)}")
@@ -118,10 +138,15 @@ class Schedule(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.optim.schedule import follow
 
-        job.at(Phase.RATE, follow(job, self))
+        job.at(Phase.RATE, follow(job, self.factor))
+
+    def explain(self, job: Job) -> str:
+        return f"by `{self.function}`" if self.function else ""
 
     def factor(self, step: float, total: int) -> float:
-        """What the learning rate of step `step` (from 0) of `total` is multiplied by; a total of 0 is not known yet."""
+        """Factor of the learning rate in step `step` (from 0) of `total`; a total of 0 is not known yet."""
+        if self.function:
+            return resolve(self.function, f"{self.name}.function")(step, total)
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.shape == "constant" or not total:
@@ -134,6 +159,12 @@ class Schedule(Feature):
 
 
 Schedule.neutral = Schedule(shape="constant", warmup=0)
+
+
+def _check_factor(factor: object, function: str) -> None:
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        said = f"`optim.schedule.function`: `{function}` returned {factor!r} for the first step"
+        raise ConfigError(said, hint="return the factor of the learning rate, zero or a positive number")
 
 
 def _positive(feature: Feature, *names: str) -> None:

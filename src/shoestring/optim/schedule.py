@@ -6,21 +6,23 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from shoestring import optim
 from shoestring.core.job import Job
 
 
-def follow(job: Job, settings: optim.Schedule) -> Callable[[], None]:
-    """Work for Phase.RATE: set every group's learning rate for the step that is about to be made."""
+def follow(job: Job, factor: Callable[[float, int], float]) -> Callable[[], None]:
+    """Work for Phase.RATE: set every group's learning rate for the step that is about to be made.
 
+    Args:
+        factor: (position, total) -> what the learning rate of each group is multiplied by.
+    """
     bases = [float(group["lr"]) for group in job.built_optimizer.param_groups]
 
     def set_lr() -> None:
-        factor = settings.factor(job.progress.position, job.progress.total)
+        now = factor(job.progress.position, job.progress.total)
         for group, base in zip(job.built_optimizer.param_groups, bases, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * factor)
+                group["lr"].fill_(base * now)
             else:
-                group["lr"] = base * factor
+                group["lr"] = base * now
 
     return set_lr

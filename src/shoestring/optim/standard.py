@@ -1,51 +1,46 @@
-"""Torch's own optimizers, with weight decay on matrices only."""
+"""Torch's own optimizers over groups of parameters: weight decay on matrices only, and groups by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoestring import optim
+from shoestring.core.job import Job
 from shoestring.core.task import Params
+from shoestring.optim.groups import Group, check_matched, matching
 
 
-def groups(parameters: Params, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: what decays (two dimensions and more), and what does not (biases, norms)."""
-    decaying = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    both = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in both if group["params"]]
+def factory(
+    kind: Callable[..., Optimizer], job: Job, weight_decay: float, groups: Sequence[Group], settings: dict[str, Any]
+) -> Callable[[Params], Optimizer]:
+    """For `Job.build_with`: an optimizer of torch with these settings, one of which is `lr`, over what is trained."""
 
-
-def adamw(settings: optim.AdamW) -> Callable[[Params], Optimizer]:
     def build(parameters: Params) -> Optimizer:
-        return torch.optim.AdamW(
-            groups(parameters, settings.weight_decay),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=_fusible(parameters),
-        )
+        check_matched(groups, job.trained)
+        tables = parameter_groups(job.trained, settings["lr"], weight_decay, groups)
+        return kind(tables, fused=_can_fuse(parameters), **settings)
 
     return build
 
 
-def sgd(settings: optim.SGD) -> Callable[[Params], Optimizer]:
-    def build(parameters: Params) -> Optimizer:
-        return torch.optim.SGD(
-            groups(parameters, settings.weight_decay),
-            lr=settings.lr,
-            momentum=settings.momentum,
-            nesterov=settings.nesterov and settings.momentum > 0,
-            fused=_fusible(parameters),
-        )
+def parameter_groups(
+    trained: Mapping[str, Tensor], lr: float, weight_decay: float, groups: Sequence[Group] = ()
+) -> list[dict[str, Any]]:
+    """Torch's parameter groups: in each of `groups` and among the rest, what decays as a matrix and what does not."""
+    tables: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        group, is_vector = matching(groups, name), parameter.ndim < 2
+        decay = 0.0 if is_vector else weight_decay
+        settings = {"weight_decay": decay, "lr": lr}
+        if group is not None:
+            settings = {"weight_decay": decay * group.decay_scale, "lr": lr * group.lr_scale}
+        key = (groups.index(group) + 1 if group else 0, is_vector)
+        tables.setdefault(key, {"params": []} | settings)["params"].append(parameter)
+    return [tables[key] for key in sorted(tables)]
 
-    return build
 
-
-def _fusible(parameters: list[nn.Parameter]) -> bool:
+def _can_fuse(parameters: list[nn.Parameter]) -> bool:
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)

@@ -18,14 +18,15 @@ __all__ = ["DDP", "FSDP"]
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Feature):
-    """A whole replica of the model on every rank, gradients averaged (torch DDP); the default with several ranks."""
+    """Replicate the model on every rank and average gradients (torch DDP); the default with several ranks."""
 
     bucket_mb: float = 25.0
-    """Size of the buckets in which gradients travel while the backward pass still computes, in MB."""
+    """Size in MB of the buckets that are all-reduced while the backward pass still computes."""
     find_unused: bool = False
-    """Look for parameters that a step did not use; needed where the graph changes, costs a walk of the graph."""
+    """Search for parameters without a gradient in each step; needed where the model does not use all of them in every
+    step, and costs a traversal of the graph."""
     hosts: Literal["replicate", "leave"] = "replicate"
-    """Across hosts: average as inside them, or leave that dimension to another feature."""
+    """Across hosts: `replicate` averages gradients there too, `leave` leaves that mesh axis to another feature."""
 
     seams: ClassVar = (Seam.SHARD,)
     engine: ClassVar = "ddp"
@@ -43,7 +44,7 @@ class DDP(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.parallel.ddp import replicate
 
-        replicate(job, self)
+        replicate(job, self.over, self.bucket_mb, self.find_unused)
 
     def explain(self, job: Job) -> str:
         replicas, hosts = job.world.ranks_over(self.over), job.world.ranks_over([HOSTS])
@@ -54,12 +55,13 @@ class DDP(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Feature):
-    """Parameters, gradients and optimizer state sharded over ranks (torch FSDP2, `fully_shard`)."""
+    """Shard parameters, gradients and optimizer state over ranks (torch FSDP2, `fully_shard`)."""
 
     hosts: Literal["shard", "replicate", "leave"] = "shard"
-    """Across hosts: shard as inside them, hold replicas (hybrid), or leave that dimension to another feature."""
+    """Across hosts: `shard` as inside them, `replicate` the shards (hybrid), or `leave` that mesh axis to another
+    feature."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between the forward and backward pass: less memory, one more gather."""
+    """Free gathered parameters between the forward and the backward pass: less memory, one more all-gather a step."""
 
     seams: ClassVar = (Seam.SHARD,)
     engine: ClassVar = "fsdp"
@@ -75,7 +77,7 @@ class FSDP(Feature):
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.parallel.fsdp import shard
 
-        shard(job, self)
+        shard(job, self.over, self.hosts == "replicate", self.reshard_after_forward)
 
     def explain(self, job: Job) -> str:
         hosts, ranks = job.world.ranks_over([HOSTS]), job.world.ranks_over([LOCAL])

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.nn.parallel import DistributedDataParallel
 
-from shoestring import parallel
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.step import no_sync
 
 
-def replicate(job: Job, settings: parallel.DDP) -> None:
-    group = job.world.group(settings.over)
+def replicate(job: Job, over: Sequence[str], bucket_mb: float, find_unused: bool) -> None:
+    """Wrap the model in DDP over these mesh axes; nothing where this rank is alone along them."""
+    group = job.world.group(over)
     if group is None:
         return
     model = DistributedDataParallel(
         job.model,
         device_ids=[job.world.device.index] if job.world.device.type == "cuda" else None,
         process_group=group,
-        bucket_cap_mb=settings.bucket_mb,  # pyright: ignore[reportArgumentType]  (a float works and is documented)
-        find_unused_parameters=settings.find_unused,
+        bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  (a float works and is documented)
+        find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
-    job.shard(model, over=settings.over, sync=no_sync(model))
-    if not settings.find_unused:
+    job.shard(model, over=over, sync=no_sync(model))
+    if not find_unused:
         job.at(Phase.CLIP, lambda: _check_used(job))
 
 
