@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint.known import Setting, Trainee
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint.format.manifest import Record
 from shoestring.checkpoint.format.part import Part
@@ -28,11 +27,10 @@ from shoestring.checkpoint.tiers.disk import MANIFEST, checked
 from shoestring.checkpoint.tiers.peer_copies import sets
 from shoestring.checkpoint.tiers.slots import SEAL, sealed
 from shoestring.core.errors import CheckpointError
+from shoestring.testing.checkpointing.known import PAGE, STEPS, Setting, Trainee
 from shoestring.testing.pool import Pool
 
 CORRUPTIONS = 10_000
-STEPS = 11  # the newest is in own memory only, the one before on peers, and two of the earlier ones on disk
-PAGE = 4096
 BATCH = 100  # corruptions of one call of the ranks
 LOSSES = ("nothing", "nothing", "one host's memory", "all memory")
 

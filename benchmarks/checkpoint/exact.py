@@ -13,7 +13,6 @@ import torch
 from torch.optim import AdamW
 from torch.utils.data import TensorDataset
 
-from benchmarks.checkpoint.trainee import digest
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring import comm
 from shoestring.checkpoint import Tiered
@@ -24,6 +23,7 @@ from shoestring.core.kept import Progress
 from shoestring.data.loader import Loader
 from shoestring.parallel import DDP
 from shoestring.testing import jobs
+from shoestring.testing.checkpointing.trainee import digest
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import Encoded, decode, encode, here
 

@@ -6,13 +6,10 @@ Two ranks on two hosts train and save at all levels while one of their acts on f
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint.tiers.disk import checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError
+from shoestring.testing.checkpointing.known import Setting, Trainee
+from shoestring.testing.checkpointing.surroundings import copied, listening
+from shoestring.testing.checkpointing.trainee import kind_of
 from shoestring.testing.pool import Pool
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -68,30 +66,6 @@ class Failing(Files):
             raise error
 
 
-class Listener(logging.Handler):
-    """Collects what the user is told."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What is said in the block."""
-    log, listener = logging.getLogger("shoestring"), Listener()
-    before, log.propagate = log.propagate, False
-    log.addHandler(listener)
-    try:
-        yield listener.said
-    finally:
-        log.removeHandler(listener)
-        log.propagate = before
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of a run on one rank."""
@@ -127,15 +101,6 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
     wrong += [f"killed before it worked again, {each}" for each in _restores(again, "before", before)]
     again.engine.close()
     return Outcome(acts, files.failed, wrong)
-
-
-def copied(place: Path, source: str, target: str) -> None:
-    """Put a copy of all memory and disks in the place of another."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(place / target, ignore_errors=True)
-        shutil.copytree(place / source, place / target)
-    dist.barrier()
 
 
 def _stepped(trainee: Trainee, step: int, said: list[str]) -> Iterator[str]:
@@ -228,26 +193,6 @@ def injected(folder: Path, points: int, ranks: int = 2) -> Iterator[tuple[Fault,
                 if not any(rank[index]["failed"] for rank in told):
                     wrong.append("nothing failed")
                 yield fault, [f"{fault}, {told[fault.rank][index]['failed'][:1]}: {line}" for line in wrong]
-
-
-# -- a file system that is really full --------------------------------------------------------------------------------
-
-
-@contextmanager
-def tmpfs(folder: Path, size: int) -> Iterator[Path]:
-    """A file system in memory of `size` bytes; needs root.
-
-    Raises:
-        PermissionError: it cannot be mounted.
-    """
-    folder.mkdir(parents=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        raise PermissionError(done.stderr.decode().strip())
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def rows(cache: Path | None = None) -> list[Bar]:

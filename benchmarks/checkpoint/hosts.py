@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
-from benchmarks.restart import Trial
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.testing.netlab import Lab, Program, netlab, netlab_available
+from shoestring.testing.netlab.trial import Trial
 
 HOSTS = 4
 STEPS = 24

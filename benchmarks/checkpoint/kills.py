@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.checkpoint.trainee import Story, Task, began, finished, fresh, run, safe
 from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.testing.checkpointing.trainee import Story, Task, began, finished, fresh, run, safe
 
 MOST_STARTS = 40
 

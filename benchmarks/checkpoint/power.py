@@ -19,24 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.damage import PAGE
-from benchmarks.checkpoint.known import Known
-from benchmarks.checkpoint.trainee import kind_of
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import MANIFEST, checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
-from shoestring.core.world import World
+from shoestring.testing.checkpointing.known import BETWEEN, PAGE, Known, engine_of
+from shoestring.testing.checkpointing.trainee import kind_of
 from shoestring.testing.pool import Pool
 
 SUBSETS = 64
-SAVES, BETWEEN = 4, 2  # the saves of a story, and the steps between two of them
+SAVES = 4  # of a story
 COMMITTED = "committed"
 
 Tree = dict[str, bytes | None]
@@ -83,25 +78,6 @@ class Story:
 
 
 # -- recording --------------------------------------------------------------------------------------------------------
-
-
-def content(rank: int, step: int) -> dict[str, Any]:
-    """What a rank keeps: a bit more than two pages."""
-    draw = torch.Generator().manual_seed(1000 * rank + step)
-    return {"bytes": torch.randint(256, (2 * PAGE + 100,), dtype=torch.uint8, generator=draw), "step": step}
-
-
-def engine_of(root: Path, rank: int, ranks: int, files: Files) -> tuple[Engine, Known, Progress]:
-    """A rank that saves to disk below `root`, in a folder of a folder that are not there yet."""
-    state, progress = Known(partial(content, rank)), Progress()
-    kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
-    memory = root.with_name(f"{root.name}-memory-{rank}")
-    settings = Tiered(
-        folder=str(root / "run" / "saves"), memory=str(memory), memory_every=BETWEEN, disk_every=BETWEEN,
-        peers="off", keep=1,
-    )  # fmt: skip
-    world = World(rank, ranks, 0, 1)
-    return Engine(kept, progress, world, settings, slots_folder(settings, world), set, files), state, progress
 
 
 def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from benchmarks.checkpoint.trainee import PATIENCE, fresh
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.format.checksum import CHUNK
@@ -30,6 +29,7 @@ from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP
+from shoestring.testing.checkpointing.trainee import PATIENCE, fresh
 
 SHAPES = ((5, 7), (1, 3), (3, 5, 2), (13, 3), (8, 8), (2, 1), (17,), (1,), ())
 MOST = 8

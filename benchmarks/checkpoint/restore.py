@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
-from benchmarks.restart import environment
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import Attached
 from shoestring.checkpoint.recovery.search import Choice, Recovery
@@ -29,6 +28,7 @@ from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.world import World
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
+from shoestring.testing.netlab.trial import environment
 
 HOSTS, LOST, RATE = 4, 2, "1gbit"
 TENSORS, LENGTH = 20, 1 << 20  # of float32: 84 MB a rank

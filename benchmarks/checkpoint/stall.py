@@ -20,13 +20,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import AdamW
 
-from benchmarks.checkpoint.trainee import fresh
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.staging import Copies
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
+from shoestring.testing.checkpointing.trainee import fresh
 
 WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state
 RUNS = 7

@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoint.kills import Outcome, compared, in_batches
-from benchmarks.checkpoint.trainee import Task, finished, fresh, gate, lines
 from benchmarks.harness import Bar
-from benchmarks.restart import environment
+from shoestring.testing.checkpointing.trainee import Task, finished, fresh, gate, lines
+from shoestring.testing.netlab.trial import environment
 
 KILLS, BATCH = 100, 25
 MASS = 64 << 20  # bytes of state of a rank
@@ -86,7 +86,7 @@ def launched(task: Task, restarts: int) -> Iterator[Launch]:
         "--monitor-interval": 0.05,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    module = ["-m", "benchmarks.checkpoint.trainee", json.dumps(asdict(task))]
+    module = ["-m", "shoestring.testing.checkpointing.trainee", json.dumps(asdict(task))]
     with (fresh(task.place) / "said-agent.txt").open("wb") as said, gate(task) as open_gate:
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *module],

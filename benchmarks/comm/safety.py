@@ -10,11 +10,12 @@ from typing import Any
 
 from benchmarks.comm import ranks
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
-from benchmarks.restart import CLOSE, EVERY, PATIENCE, STRIKE, Trial, difference
+from benchmarks.restart import CLOSE
 from shoestring import comm
 from shoestring.core.errors import WorldError
 from shoestring.core.feature import Feature
 from shoestring.testing.netlab import netlab, netlab_available
+from shoestring.testing.netlab.trial import EVERY, PATIENCE, STRIKE, Trial, difference
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.testing.checkpointing.known import engine_of
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.known import Setting, Trainee
 from shoestring.checkpoint.format.manifest import Generation
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers import save_group as circle_module
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_group import Circle
 from shoestring.checkpoint.tiers.slots import Slot, seals
+from shoestring.testing.checkpointing.known import Setting, Trainee
+from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.scenarios import here
 
 CHUNKS = 9 << 20  # bytes of each rank's own state: three chunks

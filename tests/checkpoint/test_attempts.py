@@ -11,11 +11,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.checkpoint.damage import STEPS
-from benchmarks.checkpoint.faults import copied, listening
-from benchmarks.checkpoint.known import Setting, Trainee, trained
-from benchmarks.checkpoint.power import engine_of
-from benchmarks.checkpoint.trainee import context
 from shoestring.checkpoint.recovery import attempts
 from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.resume import resume
@@ -23,13 +18,16 @@ from shoestring.checkpoint.tiers.disk import MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_group import Circle
 from shoestring.core.errors import CheckpointError
+from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.surroundings import copied, listening
+from shoestring.testing.checkpointing.trainee import context
 from shoestring.testing.pool import Pool
 
 RESTART = """
 import logging, os, signal, sys
 from pathlib import Path
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import engine_of
+from shoestring.testing.checkpointing.known import trained
+from shoestring.testing.checkpointing.known import engine_of
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.recovery.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")

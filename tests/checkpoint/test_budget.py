@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.checkpoint.faults import listening, tmpfs
-from benchmarks.checkpoint.known import Setting, Trainee, trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring import checkpoint
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers import budget
 from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import ConfigError
+from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.surroundings import listening, tmpfs
 from shoestring.testing.pool import Pool
 
 SMALL = 1e-5  # GB: one slot of these tests, not three
@@ -190,7 +189,7 @@ LIMITED = """
 import sys, torch
 from dataclasses import replace
 from pathlib import Path
-from benchmarks.checkpoint.power import engine_of
+from shoestring.testing.checkpointing.known import engine_of
 from shoestring.checkpoint.tiers.file_acts import Files
 group, folder, budget = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 activations = int(sys.argv[4])

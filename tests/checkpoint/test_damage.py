@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint import damage
 from benchmarks.checkpoint.damage import corrupted, places
-from benchmarks.checkpoint.known import Setting, Trainee
 from shoestring.checkpoint.format.part import Part
+from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee
 from shoestring.testing.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def surveyed(folder):
     """A scenario: what a run leaves, by level and step."""
     setting = Setting(folder=folder, ranks=RANKS, peers="parity")
     trainee = Trainee.of(setting)
-    trainee.train(damage.STEPS)
+    trainee.train(STEPS)
     trainee.engine.close()
     dist.barrier()  # what the others sealed last is there as well
     found = Counter((p.record.name.partition("-")[0].partition(".")[0], p.step) for p in places(setting))

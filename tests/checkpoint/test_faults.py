@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.checkpoint.damage import STEPS
-from benchmarks.checkpoint.faults import copied, injected, listening, named, tmpfs
-from benchmarks.checkpoint.known import Setting, Trainee, trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
+from benchmarks.checkpoint.faults import injected, named
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.testing.checkpointing.known import BETWEEN, STEPS, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.surroundings import copied, listening, tmpfs
 from shoestring.testing.pool import Pool
 
 POINTS = 16  # benchmarks/checkpoint tries 120

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.known import Setting, Trainee, trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, engine_of, trained
 from shoestring.testing.pool import Pool
 
 

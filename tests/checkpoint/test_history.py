@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.known import Known, trained
-from benchmarks.checkpoint.power import BETWEEN
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import close
 from shoestring.checkpoint.format.history import HISTORY
@@ -22,6 +19,8 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
+from shoestring.testing.checkpointing.known import BETWEEN, Known, trained
+from shoestring.testing.checkpointing.surroundings import listening
 
 GOLDEN = Path(__file__).parents[1] / "golden/checkpoint-format-2"
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.checkpoint import kills
 from benchmarks.checkpoint.hosts import HOSTS, STEPS, Fleet, lose, resumed
-from benchmarks.checkpoint.trainee import Task, began, finished, run
+from shoestring.testing.checkpointing.trainee import Task, began, finished, run
 from shoestring.testing.netlab import netlab, netlab_available
 
 REASON = netlab_available()

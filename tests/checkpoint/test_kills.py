@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint import kills
-from benchmarks.checkpoint.trainee import Task, finished, run
+from shoestring.testing.checkpointing.trainee import Task, finished, run
 
 pytestmark = pytest.mark.slow
 POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands

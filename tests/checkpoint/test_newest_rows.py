@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from benchmarks.checkpoint.trainee import context
 from shoestring.checkpoint.attached import addresses
 from shoestring.checkpoint.tiers import tiered
 from shoestring.cli import main
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.report.sinks import JsonLines
+from shoestring.testing.checkpointing.trainee import context
 from shoestring.training.newest_rows import NewestRows, Row
 from shoestring.training.throughput import Meter
 

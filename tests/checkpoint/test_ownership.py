@@ -9,9 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.format.history import HISTORY, History
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers import disk
@@ -22,6 +19,8 @@ from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import REPLACED, Engine
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
+from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
+from shoestring.testing.checkpointing.surroundings import listening
 
 
 def steps(saves):
@@ -85,8 +84,8 @@ def test_a_link_to_another_run_s_checkpoint_is_resumed_from_and_never_emptied(st
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import engine_of
+from shoestring.testing.checkpointing.known import trained
+from shoestring.testing.checkpointing.known import engine_of
 from shoestring.checkpoint.tiers.file_acts import Files
 engine, state, progress = engine_of(Path(sys.argv[1]), 0, 1, Files())
 trained(engine, state, progress, range(1, 3))

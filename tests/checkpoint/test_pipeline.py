@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.checkpoint.known import Known
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, seals, slots_folder
@@ -15,6 +14,7 @@ from shoestring.checkpoint.tiers.tiered import Engine
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
+from shoestring.testing.checkpointing.known import Known
 
 
 class Gated(Files):

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.power import PAGE, Act, Model, Story, crashes, recorded, replayed
+from benchmarks.checkpoint.power import Act, Model, Story, crashes, recorded, replayed
+from shoestring.testing.checkpointing.known import PAGE
 
 SAVES, SUBSETS = 3, 8
 

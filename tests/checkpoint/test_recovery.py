@@ -9,10 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.damage import STEPS
-from benchmarks.checkpoint.faults import copied, listening
-from benchmarks.checkpoint.known import Setting, Trainee
-from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint.format.layout import Box, Leaf
 from shoestring.checkpoint.format.manifest import Generation, Record
 from shoestring.checkpoint.format.part import Draft
@@ -22,6 +18,8 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.plain import saves
 from shoestring.core.errors import CheckpointError
+from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, engine_of
+from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.pool import Pool
 
 TOO_LONG = "x" * 300  # for a name: the system refuses to look for it

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.faults import listening
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
+from shoestring.testing.checkpointing.surroundings import listening
 
 
 class Flipping(Files):

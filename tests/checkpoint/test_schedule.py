@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import engine_of
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_schedule import LEVELS, Schedule
+from shoestring.testing.checkpointing.known import engine_of, trained
 
 
 def planned(schedule, steps, seconds=0.0, step=10.0):

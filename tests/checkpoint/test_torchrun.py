@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint.torchrun import run, went_back
-from benchmarks.checkpoint.trainee import Task, finished, fresh, say
+from shoestring.testing.checkpointing.trainee import Task, finished, fresh, say
 
 
 def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.known import trained
-from benchmarks.checkpoint.power import BETWEEN, engine_of
 from shoestring.checkpoint.tiers import waits
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL
 from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.errors import CheckpointError
+from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
 
 
 def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():

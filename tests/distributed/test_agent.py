@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.restart import Trial, environment
+from shoestring.testing.netlab.trial import Trial, environment
 
 # A worker says when it is there, and holds the pipe open for as long as it lives.
 WORKER = """

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from benchmarks.restart import EVERY, STEPS, STRIKE, Trial, undisturbed
 from shoestring.testing.netlab import DISK, netlab, netlab_available
+from shoestring.testing.netlab.trial import EVERY, STEPS, STRIKE, Trial, undisturbed
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.restart import STEPS, STRIKE, Trial
-from benchmarks.slurm import PATIENCE, slurm, slurm_available
+from shoestring.testing.netlab.trial import STEPS, STRIKE, Trial
+from shoestring.testing.slurm import PATIENCE, slurm, slurm_available
 
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "slurm.sbatch"
 REASON = slurm_available()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
@@ -30,7 +31,7 @@ def test_a_preempted_job_saves_its_last_step_and_goes_on_from_the_queue(lab, tmp
     expected = trial.local("local", workers=1)
     run, endless = tmp_path / "endless.toml", 10**6
     run.write_text(Path(trial.run).read_text().replace(f"steps = {STEPS}", f"steps = {endless}"))
-    job = lab.submit(str(run), "--run.folder", str(trial.shared / "job"))
+    job = lab.submit(SCRIPT, str(run), "--run.folder", str(trial.shared / "job"))
     until(lambda: max(trial.losses("job"), default=0) >= STRIKE, lab, job)
     with lab.preempted():
         until(lambda: "stopped after" in lab.log(job) and lab.state(job) == "PENDING", lab, job)

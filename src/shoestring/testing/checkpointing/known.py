@@ -25,6 +25,10 @@ from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
+STEPS = 11  # the newest is in own memory only, the one before on peers, and two of the earlier ones on disk
+BETWEEN = 2  # steps between two saves to disk only
+PAGE = 4096  # bytes that a disk writes at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -165,3 +169,25 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _bits(leaf: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
     return leaf.dtype, leaf.shape, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# -- saves to disk only ------------------------------------------------------------------------------------------------
+
+
+def content(rank: int, step: int) -> dict[str, Any]:
+    """What a rank keeps: a bit more than two pages."""
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    return {"bytes": torch.randint(256, (2 * PAGE + 100,), dtype=torch.uint8, generator=draw), "step": step}
+
+
+def engine_of(root: Path, rank: int, ranks: int, files: Files) -> tuple[Engine, Known, Progress]:
+    """A rank that saves to disk below `root`, in a folder of a folder that are not there yet."""
+    state, progress = Known(partial(content, rank)), Progress()
+    kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
+    memory = root.with_name(f"{root.name}-memory-{rank}")
+    settings = Tiered(
+        folder=str(root / "run" / "saves"), memory=str(memory), memory_every=BETWEEN, disk_every=BETWEEN,
+        peers="off", keep=1,
+    )  # fmt: skip
+    world = World(rank, ranks, 0, 1)
+    return Engine(kept, progress, world, settings, slots_folder(settings, world), set, files), state, progress

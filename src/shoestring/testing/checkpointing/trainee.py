@@ -249,7 +249,7 @@ def digest(job: Job) -> str:
 def context() -> ForkServerContext:
     """Forks ranks from a process that has imported everything and started no thread."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["benchmarks.checkpoint.trainee"])
+    found.set_forkserver_preload(["shoestring.testing.checkpointing.trainee"])
     return found
 
 
