@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoestring.distributed import join
-from shoestring.distributed.join import gloo_threads, settle
+from shoestring.distributed.join import gloo_threads, wait_for_gloo_threads
 
 
 @contextmanager
@@ -50,16 +50,16 @@ def gloo_thread(work):
 def test_it_is_over_where_no_thread_woke_between_two_looks(monkeypatch, seen, looks):
     left = list(seen)
     monkeypatch.setattr(join, "gloo_threads", lambda: left.pop(0))
-    settle()
+    wait_for_gloo_threads()
     assert len(seen) - len(left) == looks
 
 
 def test_a_thread_that_woke_has_fallen_asleep_more_often():
     with gloo_thread(lambda _: None) as go:
-        settle()
+        wait_for_gloo_threads()
         (before,) = gloo_threads()
         go.set()
-        settle()
+        wait_for_gloo_threads()
         (after,) = gloo_threads()
         assert after > before
 
@@ -67,7 +67,7 @@ def test_a_thread_that_woke_has_fallen_asleep_more_often():
 def test_it_is_over_at_once_where_all_wait_for_the_next_exchange():
     with gloo_thread(lambda _: None):
         began = time.monotonic()
-        settle(patience=60.0)
+        wait_for_gloo_threads(patience=60.0)
         assert time.monotonic() - began < 30.0
 
 
@@ -79,5 +79,5 @@ def test_a_thread_that_never_rests_is_left_to_itself():
     with gloo_thread(turn) as go:
         go.set()
         began = time.monotonic()
-        settle(patience=0.2)
+        wait_for_gloo_threads(patience=0.2)
         assert time.monotonic() - began >= 0.2

@@ -27,100 +27,109 @@ def client(server):
     return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
-def met(server, size=3, timeout=20.0):
+def register_all(server, size=3, timeout=20.0):
     with ThreadPoolExecutor(size) as pool:
         address = ("127.0.0.1", server.port)
-        rolls = [pool.submit(rendezvous.meet, client(server), address, rank, size, timeout) for rank in range(size)]
-        return [roll.result() for roll in rolls]
+        starts = [
+            pool.submit(rendezvous.register, client(server), address, rank, size, timeout) for rank in range(size)
+        ]
+        return [members.result() for members in starts]
 
 
-def called(rolls):
-    with ThreadPoolExecutor(len(rolls)) as pool:
-        return list(pool.map(rendezvous.Roll.call, rolls))
+def missing(starts):
+    with ThreadPoolExecutor(len(starts)) as pool:
+        return list(pool.map(rendezvous.Membership.missing_ranks, starts))
 
 
 def test_ranks_share_a_part_of_the_store_and_know_each_others_hosts(server):
-    rolls = met(server)
-    rolls[1].store.set("address", "mine")
-    assert [roll.store.get("address") for roll in rolls] == [b"mine"] * 3
-    assert [list(roll.hosts) for roll in rolls] == [[socket.gethostname()] * 3] * 3
+    starts = register_all(server)
+    starts[1].store.set("address", "mine")
+    assert [members.store.get("address") for members in starts] == [b"mine"] * 3
+    assert [list(members.hosts) for members in starts] == [[socket.gethostname()] * 3] * 3
 
 
 def test_nothing_of_an_earlier_start_is_seen_by_the_next(server):
-    for roll in met(server):
-        roll.store.set(f"address/{roll.rank}", "of the dead")
-        roll.store.set(f"alive/{roll.rank}", "")
-    for roll in met(server):
-        assert not any(roll.store.check([f"address/{rank}"]) for rank in range(3))
-        assert not any(roll.store.check([f"alive/{rank}"]) for rank in range(3))
+    for members in register_all(server):
+        members.store.set(f"address/{members.rank}", "of the dead")
+        members.store.set(f"alive/{members.rank}", "")
+    for members in register_all(server):
+        assert not any(members.store.check([f"address/{rank}"]) for rank in range(3))
+        assert not any(members.store.check([f"alive/{rank}"]) for rank in range(3))
 
 
 def test_a_first_rank_that_answers_greetings_of_the_dead_still_waits_for_the_living(server):
     store = dist.PrefixStore("shoestring", client(server))
     store.set("hello/1", "of the dead")
-    first, second = met(server, 2)
+    first, second = register_all(server, 2)
     first.store.set("x", "1")
     assert second.store.get("x") == b"1"
 
 
 def test_a_rank_that_does_not_come_is_named(server):
     with pytest.raises(PeerError, match=r"rank 1 of 2 did not come in 0\.2 s"):
-        rendezvous.meet(client(server), ("127.0.0.1", server.port), 0, 2, 0.2)
+        rendezvous.register(client(server), ("127.0.0.1", server.port), 0, 2, 0.2)
 
 
 def test_the_roll_names_who_does_not_answer(server, monkeypatch):
-    rolls = met(server)
-    assert called(rolls) == [[], [], []]
+    starts = register_all(server)
+    assert missing(starts) == [[], [], []]
     monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
-    assert called([roll for roll in met(server) if roll.rank != 1]) == [[1], [1]]
+    assert missing([members for members in register_all(server) if members.rank != 1]) == [[1], [1]]
 
 
 def test_the_roll_says_that_the_store_is_gone(server):
-    (roll,) = met(server, 1)
+    (members,) = register_all(server, 1)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()
-    assert rendezvous.Roll(roll.rank, roll.hosts, roll.store, nobody, 1.0).call() is None
+    assert rendezvous.Membership(members.rank, members.hosts, members.store, nobody, 1.0).missing_ranks() is None
 
 
 def test_a_failed_exchange_becomes_one_line_that_names_the_lost(server, monkeypatch):
     monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
-    roll, host = met(server)[0], socket.gethostname()
-    roll.store.set("alive/2", "")
+    members, host = register_all(server)[0], socket.gethostname()
+    members.store.set("alive/2", "")
     lost = rf"^rank 0 on {host} has lost rank 1 on {host}: Read error .*reset by peer \("
-    with pytest.raises(PeerError, match=lost), roll.explained():
+    with pytest.raises(PeerError, match=lost), members.explain_failures():
         raise RuntimeError(RESET)
-    roll.store.set("alive/1", "")
-    slow = r"though all ranks answer: nothing came for 20 s .*raise run\.timeout"
-    with pytest.raises(PeerError, match=slow), roll.explained():
+    members.store.set("alive/1", "")
+    slow = r"though all ranks answer: nothing arrived for 20 s .*raise run\.timeout"
+    with pytest.raises(PeerError, match=slow), members.explain_failures():
         raise RuntimeError(LATE)
+    named = r"all ranks answer: comm\.topk, part 2: nothing arrived for 20 s"
+    with pytest.raises(PeerError, match=named), members.explain_failures():
+        raise RuntimeError(f"comm.topk, part 2: {LATE}")
     assert PeerError.code != 2
 
 
 def test_other_errors_pass(server):
-    (roll,) = met(server, 1)
-    with pytest.raises(RuntimeError, match="shapes"), roll.explained():
+    (members,) = register_all(server, 1)
+    with pytest.raises(RuntimeError, match="shapes"), members.explain_failures():
         raise RuntimeError("shapes do not match")
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
+    ("error", "cause"),
     [
-        (RuntimeError(RESET), "Read error [10.0.0.2]:3: Connection reset by peer"),
-        (RuntimeError(LATE), "Timed out waiting 10000ms for recv operation to complete"),
-        (RuntimeError("Application timeout caused pair closure"), "Application timeout caused pair closure"),
-        (dist.DistNetworkError("Broken pipe"), "Broken pipe"),
+        (RuntimeError(RESET), ("", "Read error [10.0.0.2]:3: Connection reset by peer")),
+        (RuntimeError(LATE), ("", "Timed out waiting 10000ms for recv operation to complete")),
+        (
+            RuntimeError(f"comm.topk, part 2: {RESET}"),
+            ("comm.topk, part 2", "Read error [10.0.0.2]:3: Connection reset by peer"),
+        ),
+        (RuntimeError("Application timeout caused pair closure"), ("", "Application timeout caused pair closure")),
+        (dist.DistNetworkError("Broken pipe"), ("", "Broken pipe")),
         (RuntimeError("mat1 and mat2"), None),
     ],
 )
-def test_reasons(error, why):
-    assert rendezvous.reason(error) == why
+def test_causes(error, cause):
+    assert rendezvous.failure_cause(error) == cause
 
 
 def test_an_agents_signal_does_not_silence_the_reason(server, monkeypatch):
     monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
-    roll = met(server, 2)[0]
+    members = register_all(server, 2)[0]
 
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(PeerError, match="has lost rank 1"), roll.explained():
+    with pytest.raises(PeerError, match="has lost rank 1"), members.explain_failures():
         raise RuntimeError(RESET)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -64,8 +64,8 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
     lab.cut(1)
     until(lambda: "reaches neither" in job.output(1) and job.output(0).count("error: ") == 3)
     lab.mend(1)
-    assert "error: rank 0 on host0 has lost rank 1 on host1: nothing came for 6 s" in job.output(0)
-    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the store where they met" in job.output(1)
+    assert "error: rank 0 on host0 has lost rank 1 on host1: nothing arrived for 6 s" in job.output(0)
+    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the rendezvous store" in job.output(1)
 
     job.check(120)
     assert job.output(0).count("resumed from step") == 3
@@ -77,7 +77,7 @@ def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_
     trial.reach(job, "first", STRIKE)
     lab.remove(0)
     until(lambda: "error: " in job.output(1))
-    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the store where they met" in job.output(1)
+    assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the rendezvous store" in job.output(1)
     lab.add(0)
     until(lambda: job.codes()[1] is not None)
     assert "RendezvousConnectionError" in job.output(1)

@@ -1,4 +1,4 @@
-"""Several workers on this host by torchrun's elastic agent, with every listener on loopback."""
+"""Start several ranks on this host with torchrun's elastic agent, with every listener on loopback."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shoestring.core.errors import ShoestringError
 
 LOOPBACK = "127.0.0.1"
 AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that the agent handles
-GRACE = 600  # seconds that workers have to finish their step and save after a signal; 30 before torch 2.12
+GRACE = 600  # seconds from a signal in which workers finish their step and write a checkpoint; 30 before torch 2.12
 _GRACE: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class LocalRendezvous(RendezvousHandler):
-    """A meeting of one: this host's agent, with a fresh store on loopback for each start of its workers.
+    """A rendezvous of one agent, this host's, with a fresh store on loopback for each start of its workers.
 
     Torch's own handlers let their store listen on every address of the machine.
     """
@@ -79,14 +79,14 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `python -m shoestring COMMAND` as `workers` ranks of this host.
 
     Args:
-        restarts: how often all workers are started again after one of them died. An error that the user has to mend
-            (exit code 2) would only come again.
+        restarts: times that all workers are started again after one of them has died. An error that the user has
+            to correct (exit code 2) is final.
 
     Returns:
         The exit code: 0, that of the worker that failed first, or 128 + the signal that ended all.
     """
     if "shoestring-local" not in registry._registry:
-        registry.register("shoestring-local", _handler)
+        registry.register("shoestring-local", _build_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says what failed
     config = LaunchConfig(
         min_nodes=1,
@@ -95,7 +95,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         run_id=f"shoestring-{os.getpid()}",
         rdzv_backend="shoestring-local",
         rdzv_endpoint=LOOPBACK,
-        max_restarts=0,  # the agent would also start again what cannot succeed
+        max_restarts=0,  # the agent would also restart what cannot succeed
         monitor_interval=0.1,
         local_addr=LOOPBACK,
         **_GRACE,
@@ -119,7 +119,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """The agent sets signal handlers and leaves them: what is sent later would end this process as its own workers."""
+    """Restore the signal handlers that the agent replaces: with them, later signals would end this process as well."""
     before = {number: signal.getsignal(number) for number in AGENTS}
     try:
         yield
@@ -128,21 +128,21 @@ def _handlers_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+def _build_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return LocalRendezvous(parameters.run_id)
 
 
-def _own_words(message: object) -> object:
-    """The worker's message without the time and class it stands beside in the file it was left in."""
+def _message_of(message: object) -> object:
+    """Take the worker's message out of the file's record, which also has a time and a call stack."""
     return message["message"] if isinstance(message, dict) else message
 
 
 def _explain(error: ChildFailedError) -> int:
-    """Say which worker failed first and why, in the worker's own words where it left some."""
+    """Print which worker failed first and why, in its own words if it left a message; return the exit code."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
     if failure.exitcode == ShoestringError.code:
-        sys.stderr.write(f"{_own_words(failure.message)}\n")
+        sys.stderr.write(f"{_message_of(failure.message)}\n")
     return failure.exitcode
