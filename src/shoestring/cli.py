@@ -42,17 +42,17 @@ class Train:
         from shoestring import run
 
         resolved = run.load(self.source, overrides)
-        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        workers = 0 if "RANK" in os.environ else _number_of_workers(self.workers)
         if workers > 1:
             from shoestring.distributed.launch import launch
 
-            return launch([*_debugging(), "train", self.source, *overrides], workers, self.restarts)
+            return launch([*_debug_flag(), "train", self.source, *overrides], workers, self.restarts)
         from shoestring.distributed.join import join
         from shoestring.report.recorder import Recorder
         from shoestring.training.loop import train
 
         with Recorder() as record, join(timeout=resolved.settings.timeout) as world:
-            _quiet(world.first)
+            _silence_other_ranks(world.first)
             result = train(resolved, world, record)
         return 0 if result.status == "finished" else 130
 
@@ -89,22 +89,22 @@ class Plan:
         from shoestring import run
 
         resolved = run.load(self.source, overrides)
-        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        workers = 0 if "RANK" in os.environ else _number_of_workers(self.workers)
         if workers > 1:
             from shoestring.distributed.launch import launch
 
             given = ["--out", str(self.out)] if self.out else []
-            return launch([*_debugging(), "plan", self.source, *given, *overrides], workers)
-        from shoestring.commands.plan import beside, described, plan, write
+            return launch([*_debug_flag(), "plan", self.source, *given, *overrides], workers)
+        from shoestring.commands.plan import default_path, describe, plan, write
         from shoestring.distributed.join import join
 
         with join(timeout=resolved.settings.timeout) as world:
-            _quiet(world.first)
-            out = self.out or beside(self.source)
+            _silence_other_ranks(world.first)
+            out = self.out or default_path(self.source)
             planned = plan(resolved, world)
             world.decide(lambda: write(planned, out))
             if world.first:
-                print("\n".join(described(planned, world)))
+                print("\n".join(describe(planned, world)))
                 print(f"written to {out}; start it with: shoestring train {out}")
         return 0
 
@@ -132,7 +132,7 @@ class Generate:
         from shoestring.commands.generate import stream
 
         pieces = stream(self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
-        sys.stdout.write(self.prompt + next(pieces, ""))  # whatever is wrong shows before anything is printed
+        sys.stdout.write(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
         for piece in pieces:
             sys.stdout.flush()
             sys.stdout.write(piece)
@@ -151,20 +151,20 @@ class Probe:
     CPU. Not used under torchrun."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        workers = 0 if "RANK" in os.environ else _workers(self.workers)
+        workers = 0 if "RANK" in os.environ else _number_of_workers(self.workers)
         if workers > 1:
             from shoestring.distributed.launch import launch
 
-            return launch([*_debugging(), "probe", "--out", str(self.out)], workers)
-        from shoestring.commands.probe import described, probe, write
+            return launch([*_debug_flag(), "probe", "--out", str(self.out)], workers)
+        from shoestring.commands.probe import describe, probe, write
         from shoestring.distributed.join import join
 
         with join() as world:
-            _quiet(world.first)
+            _silence_other_ranks(world.first)
             cluster = probe(world, self.out.parent)
             world.decide(lambda: write(cluster, self.out))
             if world.first:
-                print("\n".join(described(cluster)))
+                print("\n".join(describe(cluster)))
         return 0
 
 
@@ -239,20 +239,20 @@ VERBS |= {"report": Report, "lab": Lab, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code. User errors are one line on stderr and code 2, with `--debug` a traceback."""
+    """Run one verb and return its exit code; a user error is 2 and one line on stderr, with `--debug` a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
         print(f"shoestring {version('shoestring')}, torch {version('torch')}, Python {platform.python_version()}")
         return 0
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, behind = arguments[:cut], arguments[cut + 1 :]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, command = arguments[:end], arguments[end + 1 :]
     debug = "--debug" in arguments
-    arguments = [each for each in arguments if each != "--debug"]
+    arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("shoestring").setLevel(logging.DEBUG if debug else logging.INFO)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        for argument in (*arguments, *behind):
+        for argument in (*arguments, *command):
             _check_utf8(argument)
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(f"there is no verb `{arguments[0]}`", hint=nearest(arguments[0], VERBS))
@@ -266,23 +266,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if rest and not isinstance(verb, Train | Check | Plan):
             raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
-        return verb(behind if isinstance(verb, Lab) else rest)
+        return verb(command if isinstance(verb, Lab) else rest)
     except ShoestringError as error:
         if debug:
             raise
-        return _fail(error)
+        return _report_error(error)
     except BrokenPipeError:
         return 1
     except OSError as error:
         if debug or error.errno not in UNUSABLE or error.filename is None:
             raise
-        return _fail(ConfigError(f"cannot use `{_short(str(error.filename))}`: {error.strerror}"))
+        return _report_error(ConfigError(f"cannot use `{_short(str(error.filename))}`: {error.strerror}"))
     except KeyboardInterrupt:
         return 130
 
 
-def _debugging() -> list[str]:
-    """The flag for the workers, where it was given here."""
+def _debug_flag() -> list[str]:
+    """Return --debug for the workers if it was given to this process."""
     return ["--debug"] if logging.getLogger("shoestring").isEnabledFor(logging.DEBUG) else []
 
 
@@ -301,22 +301,22 @@ def _verbs() -> Any:
     return Union[tuple(Annotated[verb, subcommand(name)] for name, verb in VERBS.items())]  # noqa: UP007
 
 
-def _fail(error: ShoestringError) -> int:
-    """Tell the user; under an elastic agent tell the agent, which tells the user once for all ranks."""
+def _report_error(error: ShoestringError) -> int:
+    """Print the error; under an elastic agent hand it to the agent, which prints it once for all ranks."""
     message = f"error: {error.described()[1]}"
     if error.hint:
         message += f"\n\nhint: {error.hint}"
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if told:
+    agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if agent_file:
         # The call stack is what torchrun prints.
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        Path(told).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    if not told or isinstance(error, PeerError):  # each rank sees a loss from its own side, and an agent may restart
+        Path(agent_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    if not agent_file or isinstance(error, PeerError):  # each rank sees its own side of a loss
         sys.stderr.write(message + "\n")
     return error.code
 
 
-def _workers(asked: Workers) -> int:
+def _number_of_workers(asked: Workers) -> int:
     if isinstance(asked, int) and asked < 0:
         raise ConfigError(f"--workers must not be negative, got {asked}")
     if isinstance(asked, int) and asked > 0:
@@ -327,7 +327,7 @@ def _workers(asked: Workers) -> int:
     return torch.cuda.device_count() or on_cpu
 
 
-def _quiet(first: bool) -> None:
-    """Only the first rank speaks, unless something is wrong."""
+def _silence_other_ranks(first: bool) -> None:
+    """Let all ranks but the first print warnings and errors only."""
     if not first:
         logging.getLogger("shoestring").setLevel(logging.WARNING)

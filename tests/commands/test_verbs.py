@@ -82,7 +82,7 @@ def test_check_says_what_a_run_file_comes_to_and_starts_nothing(trained, capsys,
     order = out[out.index("order of application") :]
     assert order.index("SHARD  parallel.ddp") < order.index("WIRE   comm.bf16") < order.index("OPTIM  optim.adamw")
     assert "parameters: " in out
-    assert "GiB a rank" in out
+    assert "sum for a rank: " in out
     assert list(tmp_path.iterdir()) == []
 
 

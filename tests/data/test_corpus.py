@@ -153,7 +153,7 @@ def test_a_token_file_of_another_tokenizer_is_refused(files, tmp_path):
     prepare(files, SMALL, tmp_path / "one")
     byte_tokenizer().save(tmp_path / "bytes.json")
     other = Data(tokenizer=str(tmp_path / "bytes.json"), sequence=16)
-    with pytest.raises(DataError, match="another tokenizer, of 280 tokens instead of 257"):
+    with pytest.raises(DataError, match="another tokenizer, of 280 tokens, not 257"):
         prepare(str(tmp_path / "one" / "train.tokens"), other, tmp_path / "two")
 
 

@@ -125,7 +125,7 @@ def test_other_weights_or_sources_are_another_data_set(sources, tmp_path):
     )
     state = Loader(one, batch=4).state_dict()
     for dataset in (other, fewer):
-        with pytest.raises(DataError, match="position is one in another data set"):
+        with pytest.raises(DataError, match="position belongs to another data set"):
             Loader(dataset, batch=4).load_state_dict(state)
 
 

@@ -138,7 +138,7 @@ def test_the_bars_are_sorted_and_mark_the_run(whole):
         ({"used": 3, "without": 4, "measured": False}, "f cut GiB by 25%: 3 instead of 4, computed, not measured"),
         ({"used": 5, "without": 4, "measured": True}, "f raised GiB by 25%: 5 instead of 4, measured"),
         ({"used": 5, "without": 0, "measured": True}, "f: GiB 5 instead of 0, measured"),
-        ({"used": "x", "cost": "time"}, "f: nothing is known of GiB; costs: time"),
+        ({"used": "x", "cost": "time"}, "f: GiB unknown; costs: time"),
     ],
 )
 def test_a_saving_is_a_sentence(row, line):

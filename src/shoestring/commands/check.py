@@ -1,4 +1,4 @@
-"""What a run file comes to, without starting anything."""
+"""`shoestring check`: the resolved run, its features in order, and its memory, without starting anything."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GIB = 2**30
 
 
 def check(run: Run, workers: int = 1) -> Iterator[str]:
-    """The resolved run, the order of its features, parameters and memory, as lines.
+    """Describe the resolved run, the order of its features, its parameters and its memory, line by line.
 
     Raises:
-        ConfigError: whatever training would refuse before it allocates anything.
+        ConfigError: training would refuse the run before it allocates anything.
     """
     # Ranks as on one host; no process group is needed to check.
     world = arranged(World(size=workers, local_size=workers), run.features)
@@ -57,18 +57,18 @@ def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
     shards = job.world.ranks_over(job.data_axes) if job.engine == "fsdp" else 1
     state = 4 * weights / shards
     yield f"parameters: {sum(p.numel() for p in job.parameters):,}"
-    yield f"weights, gradients and two averages a rank: {state / GIB:.3f} GiB"
+    yield f"weights, gradients and optimizer state of a rank: {state / GIB:.3f} GiB (two averages for each weight)"
     try:
         held = activation_bytes(job.model, micro, run.data.sequence)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         yield f"activations: not estimated ({type(error).__name__} on the meta device)"
         return
-    yield f"activations of {micro} samples a rank, before any recomputing: {held / GIB:.3f} GiB"
-    yield f"together: {(state + held) / GIB:.3f} GiB a rank"
+    yield f"activations of a rank for {micro} samples, without recomputation: {held / GIB:.3f} GiB"
+    yield f"sum for a rank: {(state + held) / GIB:.3f} GiB"
 
 
 def activation_bytes(model: nn.Module, samples: int, sequence: int) -> int:
-    """Bytes that one forward pass and its loss hold for the backward pass; measured on the meta device."""
+    """Measure on the meta device the bytes that a forward pass and its loss keep for the backward pass."""
     own = {id(parameter) for parameter in model.parameters()}
     held: dict[int, int] = {}
     kept: list[Tensor] = []
@@ -77,7 +77,7 @@ def activation_bytes(model: nn.Module, samples: int, sequence: int) -> int:
         storage = tensor.untyped_storage()
         if id(tensor) not in own and storage._cdata not in held:
             held[storage._cdata] = storage.nbytes()
-            kept.append(tensor)  # alive, so that no other storage takes its place
+            kept.append(tensor)  # keeps its storage alive, so that no other one gets the same address
         return tensor
 
     tokens = torch.zeros(samples, sequence, dtype=torch.int64, device="meta")

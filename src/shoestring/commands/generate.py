@@ -1,4 +1,4 @@
-"""Text from a trained model, as it is drawn."""
+"""`shoestring generate`: text from a trained model, token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoestring.models.sampling import generate
 def stream(
     path: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
 ) -> Iterator[str]:
-    """The pieces of the continuation; a character of several tokens comes when it is whole.
+    """Yield the continuation in pieces; a character of several tokens is yielded once it is complete.
 
     Raises:
         CheckpointError: `path` holds no model. ConfigError: no tokenizer with it, or an argument out of range.

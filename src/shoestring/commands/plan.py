@@ -1,4 +1,4 @@
-"""`shoestring plan`: what a step would take under each exchange, the choice, and a run file with it."""
+"""`shoestring plan`: the predicted step time under each gradient exchange, the choice, and a run file with it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SHOWN = 10  # candidates that are printed
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What was found out, and the run that comes of it; `measured` are seconds of real steps under the choice."""
+class PlannedRun:
+    """The outcome of a plan, and the run with the choice; `measured` is the median of its real steps in seconds."""
 
     chooser: Chooser
     run: Run
@@ -37,14 +37,16 @@ class Planned:
     measured: float
 
 
-def plan(run: Run, world: World) -> Planned:
-    """Measure, choose, and take a few steps under the choice; every rank calls it. Data is prepared as for the run.
+def plan(run: Run, world: World) -> PlannedRun:
+    """Measure, choose, and take a few steps under the choice. Every rank calls it; data is prepared as for the run.
 
     Raises:
-        ConfigError: there is one rank, or the run's exchange is none that can be priced.
+        ConfigError: there is one rank only, or the run's exchange cannot be priced.
     """
     if world.size == 1:
-        raise ConfigError("one rank exchanges nothing", hint="plan for several: --workers 2, or start it by torchrun")
+        raise ConfigError(
+            "a single rank has nothing to exchange", hint="plan for several ranks: --workers 2, or under torchrun"
+        )
     auto = _auto(run)
     others = tuple(feature for feature in run.features if not isinstance(feature, Auto | Exchange))
     trial = replace(run, features=(*others, auto)).completed(world)
@@ -64,22 +66,24 @@ def plan(run: Run, world: World) -> Planned:
             seconds.append(time.perf_counter() - began)
         chooser = job.kept[auto.name].state
         assert isinstance(chooser, Chooser)
-        return Planned(chooser, _filled_in(run, others, chooser, auto), dict(job.trace.facts), median(seconds[1:]))
+        return PlannedRun(chooser, _fill_in(run, others, chooser, auto), dict(job.trace.facts), median(seconds[1:]))
 
 
 def _auto(run: Run) -> Auto:
-    """What may be chosen: what [comm.auto] allows, or the codec that the run file names."""
+    """Build the settings of the choice: what [comm.auto] allows, or the codecs that the run file names."""
     wire = [feature for feature in run.features if Seam.WIRE in feature.seams]
     for feature in wire:
         if isinstance(feature, Auto):
             return feature
         if not isinstance(feature, Exchange) or Seam.OPTIM in feature.seams:
-            raise ConfigError(f"`{feature.name}` cannot be priced", hint="plan chooses among exchanges at every step")
-    return Auto(allow=tuple(_call(feature) for feature in wire if feature.name != "comm.dense"))
+            raise ConfigError(
+                f"`{feature.name}` cannot be priced", hint="plan compares codecs that exchange gradients at every step"
+            )
+    return Auto(allow=tuple(_codec_call(feature) for feature in wire if feature.name != "comm.dense"))
 
 
-def _call(feature: Feature) -> str:
-    """A codec's settings as `comm.auto.allow` has them."""
+def _codec_call(feature: Feature) -> str:
+    """Write a codec's settings in the form of `comm.auto.allow`: powersgd(rank=4)."""
     common = {each.name for each in fields(Exchange)}
     own = [each for each in fields(feature) if each.name not in common]
     given = {each.name: getattr(feature, each.name) for each in own}
@@ -92,8 +96,8 @@ def _call(feature: Feature) -> str:
     return f"{name}({', '.join(changed)})" if changed else name
 
 
-def _filled_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto) -> Run:
-    """The run file with the choice in the place of what was to be chosen."""
+def _fill_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto) -> Run:
+    """Replace what was to be chosen by the choice."""
     choice = chooser.choice
     assert choice is not None
     ddp = next((feature for feature in others if isinstance(feature, DDP)), DDP())
@@ -104,8 +108,8 @@ def _filled_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Au
     return replace(run, features=(ddp, *exchange, *rest))
 
 
-def write(planned: Planned, path: Path) -> None:
-    """The chosen run as a run file.
+def write(planned: PlannedRun, path: Path) -> None:
+    """Write the chosen run as a run file.
 
     Raises:
         ConfigError: it cannot be written.
@@ -116,14 +120,14 @@ def write(planned: Planned, path: Path) -> None:
         raise ConfigError(f"cannot write `{path}`: {error.strerror}", hint="choose another --out") from error
 
 
-def beside(source: str) -> Path:
-    """Where the plan of a run file goes: next to it, or here for a recipe."""
+def default_path(source: str) -> Path:
+    """Return plan.toml next to the run file, or in the working folder for a recipe."""
     path = runs.locate(source)
     return (path.parent if Path(source).exists() else Path()) / "plan.toml"
 
 
-def described(planned: Planned, world: World) -> Iterator[str]:
-    """The decision with its reasons, on one screen."""
+def describe(planned: PlannedRun, world: World) -> Iterator[str]:
+    """Describe the decision and its reasons, on one screen."""
     chooser, facts = planned.chooser, planned.facts
     evidence, decision = chooser.measured, chooser.plan
     assert evidence is not None and decision is not None
@@ -137,7 +141,7 @@ def described(planned: Planned, world: World) -> Iterator[str]:
         along = f"{link.ranks} ranks ({' x '.join(link.over)})"
         yield f"{link.kind} over {along}: {_time(link.latency)} + {_time(1e6 / link.bandwidth)} a MB"
     slow = [f"{pair} {factor:.2f}x" for pair, factor in evidence.ranks[0].slowdown.items() if factor > 1.02]
-    yield "work takes longer where it shares cores: " + (", ".join(slow) or "not measurably")
+    yield "slowdown of work that shares cores: " + (", ".join(slow) or "not measurable")
     yield ""
     yield "predicted   against DDP"
     baseline = facts["predicted_ddp_seconds"]
@@ -147,16 +151,16 @@ def described(planned: Planned, world: World) -> Iterator[str]:
         mark = "   <- chosen" if name == decision.choice else ""
         yield f"{_time(seconds + rest):>9}   {baseline / (seconds + rest):10.2f}x   {name}{mark}"
     if len(ordered) > len(shown):
-        yield f"and {len(ordered) - len(shown)} slower ones"
+        yield f"and {len(ordered) - len(shown)} slower candidates"
     yield ""
     yield f"chosen: {decision.choice}, {decision.reason}"
     if rough := explain_spread(evidence):
         yield rough
     if list(chooser.codecs) == ["dense"]:
-        yield "no codec was tried, for none may change the gradients unless it is named: [comm.auto] allow = […]"
+        yield "no codec was tried, because none may change gradients unless it is listed: [comm.auto] allow = […]"
     error = facts["predicted_step_seconds"] / planned.measured - 1
     yield (
-        f"{TIMED_STEPS - 1} real steps of it took {_time(planned.measured)} each, "
+        f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, "
         f"{abs(error):.0%} {'less' if error > 0 else 'more'} than predicted"
     )
 

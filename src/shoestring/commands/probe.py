@@ -1,4 +1,4 @@
-"""Measures this cluster in seconds: arithmetic, memory, disk, and the links between neighbouring ranks."""
+"""`shoestring probe`: measures arithmetic, memory, disks, and the links between neighbouring ranks, in seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DISK = 1 << 26  # bytes written to measure a disk
 
 
 def probe(world: World, folder: Path) -> Cluster:
-    """Measure; every rank calls it. Disks are measured under `folder`.
+    """Measure the cluster. Every rank calls it; each host's disk is measured under `folder`.
 
     Raises:
         ConfigError: `folder` cannot be written.
@@ -49,7 +49,7 @@ def probe(world: World, folder: Path) -> Cluster:
 
 
 def write(cluster: Cluster, path: Path) -> None:
-    """As TOML.
+    """Write the cluster as TOML.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -69,11 +69,11 @@ def read(path: Path) -> Cluster:
     try:
         return cattrs.Converter(forbid_extra_keys=True).structure(tomllib.loads(path.read_text()), Cluster)
     except (OSError, ValueError, cattrs.BaseValidationError) as error:
-        raise ConfigError(f"`{path}` is no cluster file: {error}", hint="make one with `shoestring probe`") from error
+        raise ConfigError(f"`{path}` is no cluster file: {error}", hint="write one with `shoestring probe`") from error
 
 
-def described(cluster: Cluster) -> Iterator[str]:
-    """What was measured, as lines."""
+def describe(cluster: Cluster) -> Iterator[str]:
+    """Describe what was measured, line by line."""
     for device in cluster.devices:
         yield (
             f"rank {device.rank} on {device.host}: {device.name}, {device.memory / 2**30:.1f} GiB, "
@@ -87,11 +87,11 @@ def described(cluster: Cluster) -> Iterator[str]:
         yield f"rank {link.source} to rank {link.target}: {link.latency * 1e6:.0f} us, {rate:.0f} Mbit/s"
     for each in cluster.collectives:
         rate = each.bandwidth / 1e6
-        yield f"{each.kind} over {each.ranks} ranks: {each.latency * 1e6:.0f} us + 1 s for each {rate:.1f} MB"
+        yield f"{each.kind} over {each.ranks} ranks: {each.latency * 1e6:.0f} us latency, {rate:.1f} MB/s"
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """The median time of `work`, after one run to warm up; waits for the device."""
+    """Return the median time of `work` in seconds, after one run to warm up; waits for the device."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -140,14 +140,16 @@ def _host_memory() -> int:
 def _store(world: World, folder: Path) -> Store:
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
-            commit = median_seconds(lambda: _written(file.fileno(), b"\0" * 4096), torch.device("cpu"))
-            seconds = median_seconds(lambda: _written(file.fileno(), b"\0" * DISK), torch.device("cpu"), repeats=3)
+            commit = median_seconds(lambda: _write_and_sync(file.fileno(), b"\0" * 4096), torch.device("cpu"))
+            seconds = median_seconds(
+                lambda: _write_and_sync(file.fileno(), b"\0" * DISK), torch.device("cpu"), repeats=3
+            )
     except OSError as error:
         raise ConfigError(f"cannot write in `{folder}`: {error.strerror}", hint="choose another --out") from error
     return Store(host=world.host, write=DISK / seconds, commit=commit)
 
 
-def _written(descriptor: int, data: bytes) -> None:
+def _write_and_sync(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     while view:
@@ -156,21 +158,21 @@ def _written(descriptor: int, data: bytes) -> None:
 
 
 def _links(world: World) -> list[Link]:
-    """The link from each rank to the next, round the ring, one at a time; reported by the sender."""
-    found = []
+    """Measure the link from each rank to the next around the ring, one at a time; the sender reports it."""
+    links = []
     for source in range(world.size if world.size > 1 else 0):
         target = (source + 1) % world.size
         world.barrier()
         if world.rank == source:
             latency = _echo(world, target, torch.zeros(1, device=world.device)) / 2
-            found.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
+            links.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
         elif world.rank == target:
             _answer(world, source)
-    return found
+    return links
 
 
 def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> float:
-    """Median seconds from sending `message` to the peer's one-byte answer."""
+    """Return the median seconds from sending `message` to the peer's answer."""
     answer = torch.zeros(1, device=world.device)
 
     def once() -> None:
@@ -194,7 +196,7 @@ def _bandwidth(world: World, peer: int) -> float:
 
 
 def _answer(world: World, peer: int) -> None:
-    """The other side of `_echo`, until a message of length 0 is announced."""
+    """Answer the peer's `_echo`es until it announces a message of length 0."""
     length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
     while True:
         dist.recv(length, peer)

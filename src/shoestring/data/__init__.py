@@ -1,8 +1,8 @@
 """Corpora, tokenizers and the resumable loader.
 
-`corpus.prepare` turns a source of text into token files, `tokens.TokenDataset` reads them, `loader.Loader` feeds them
-to a training loop in an order that is a function of the seed alone, and `baselines` says what compressors and an
-n-gram model make of the same held-out text. This module holds the settings and imports neither torch nor numpy.
+`corpus.prepare` turns a source of text into token files, `tokens.TokenDataset` reads them, and `loader.Loader` yields
+their batches in an order that depends on the seed alone. `baselines` measures what compressors and an n-gram model
+reach on the same held-out text. This module holds the settings and imports neither torch nor numpy.
 """
 
 from __future__ import annotations

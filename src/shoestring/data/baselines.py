@@ -1,4 +1,4 @@
-"""What compressors and an n-gram model make of the held-out text: the bars a language model has to clear.
+"""Baselines for a language model: bits per byte of compressors and an n-gram model on the same held-out text.
 
 All three report bits per byte of the same bytes: the held-out documents, joined by a separator byte.
 """

@@ -1,4 +1,4 @@
-"""From a source of text to token files that are made once and used again."""
+"""Prepares a corpus: turns a source of text into token files, once, and reuses them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SEPARATOR = "\0"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: what trains, what is held out, and what turns one into text."""
+    """A prepared corpus: training tokens, held-out tokens, and their tokenizer."""
 
     train: Tokens
     held_out: Tokens
@@ -114,33 +114,33 @@ def _open(folder: Path, settings: Data) -> Corpus:
 
 
 def recipe_of(reader: Source, settings: Data) -> str:
-    """Hash of everything the token files depend on."""
-    made_from = {
+    """Hash everything that the token files depend on."""
+    relevant = {
         name: value for name, value in asdict(settings).items() if name not in ("sequence", "workers", "weights")
     }
     path = Path(settings.tokenizer)
     files = [each for each in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and each.is_file()]
     content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else ""
-    table = [made_from, content, SAMPLE, reader.identity()]
+    table = [relevant, content, SAMPLE, reader.identity()]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def _usable(folder: Path, recipe: str) -> bool:
-    """Whether `folder` holds undamaged files made by `recipe`."""
+    """Whether `folder` holds undamaged files of this recipe."""
     try:
-        headers = [_checked(folder / name) for name in ("train.tokens", "held_out.tokens")]
+        headers = [_check_header(folder / name) for name in ("train.tokens", "held_out.tokens")]
         tokenizer = load_tokenizer(folder / "tokenizer.json").hash
     except DataError:
         return False
     return all(header.recipe == recipe and header.tokenizer == tokenizer for header in headers)
 
 
-def _checked(path: Path) -> Header:
+def _check_header(path: Path) -> Header:
     header = read_header(path)
     return verify(path) if path.stat().st_size <= _VERIFIED else header
 
 
-# ---- making the files ------------------------------------------------------------------------------------------------
+# ---- writing the files -----------------------------------------------------------------------------------------------
 
 
 class Survey:
@@ -187,7 +187,7 @@ def _write(reader: Source, settings: Data, folder: Path, recipe: str) -> None:
         TokenWriter(folder / "train.tokens", tokenizer.vocab_size) as train,
         TokenWriter(folder / "held_out.tokens", tokenizer.vocab_size) as held_out,
     ):
-        for documents, encoded in _encoded(tokenizer, survey.unique(reader.documents())):
+        for documents, encoded in _encode(tokenizer, survey.unique(reader.documents())):
             for document, tokens in zip(documents, encoded, strict=True):
                 writer = held_out if document.key < survey.cut else train
                 writer.append(np.concatenate([[tokenizer.end_of_text], tokens]), size=len(document.text.encode()))
@@ -213,7 +213,7 @@ def _tokenizer(settings: Data, sample: list[str]) -> Tokenizer:
     return load_tokenizer(Path(settings.tokenizer))
 
 
-def _encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
     """Batches of documents and their tokens, in order; encoded on every core, with a bounded number in memory."""
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
@@ -240,34 +240,34 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-# ---- files that somebody else made -----------------------------------------------------------------------------------
+# ---- token files written elsewhere -----------------------------------------------------------------------------------
 
 
 def _from_tokens(path: Path, settings: Data, folder: Path) -> Corpus:
     """The corpus in a token file: with the held_out.tokens beside it, or with its last documents held out."""
-    header = _checked(path)
+    header = _check_header(path)
     named = settings.tokenizer not in ("bpe", "bytes")
     tokenizer = load_tokenizer(Path(settings.tokenizer) if named else path.parent / "tokenizer.json")
     beside = path.with_name("held_out.tokens")
     split = beside != path and beside.is_file()
-    for file, made in [(path, header)] + ([(beside, _checked(beside))] if split else []):
-        _check_tokenizer(file, made, tokenizer)
+    for file, its_header in [(path, header)] + ([(beside, _check_header(beside))] if split else []):
+        _check_tokenizer(file, its_header, tokenizer)
     tokenizer.save(folder / "tokenizer.json")
     if split:
         train = TokenDataset(path, settings.sequence)
         return Corpus(train, TokenDataset(beside, settings.sequence, pad_last=True), tokenizer)
-    return _tail_held_out(path, header, tokenizer, settings)
+    return _hold_out_tail(path, header, tokenizer, settings)
 
 
 def _check_tokenizer(path: Path, header: Header, tokenizer: Tokenizer) -> None:
     if header.vocab_size != tokenizer.vocab_size or header.tokenizer != tokenizer.hash:
         raise DataError(
-            f"{path} was made with another tokenizer, of {header.vocab_size} tokens instead of {tokenizer.vocab_size}",
-            hint="set data.tokenizer to the tokenizer.json it was made with",
+            f"{path} was written by another tokenizer, of {header.vocab_size} tokens, not {tokenizer.vocab_size}",
+            hint="set data.tokenizer to the tokenizer.json that wrote it",
         )
 
 
-def _tail_held_out(path: Path, header: Header, tokenizer: Tokenizer, settings: Data) -> Corpus:
+def _hold_out_tail(path: Path, header: Header, tokenizer: Tokenizer, settings: Data) -> Corpus:
     whole = TokenDataset(path, settings.sequence)
     starts = np.flatnonzero(whole.ids == tokenizer.end_of_text)
     wanted = (1 - settings.held_out) * header.tokens

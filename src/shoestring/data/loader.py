@@ -98,8 +98,8 @@ class Loader:
     def ids(self, start: int, count: int) -> np.ndarray:
         """The samples at the global positions from `start` on, in order; int64 (count,)."""
         if self._order is None or self._order[0] != self.seed:
-            of: Callable[[int], Order] | None = getattr(self.dataset, "order", None)
-            self._order = self.seed, of(self.seed) if of else Shuffled(self.seed, self.samples)
+            order: Callable[[int], Order] | None = getattr(self.dataset, "order", None)
+            self._order = self.seed, order(self.seed) if order else Shuffled(self.seed, self.samples)
         return self._order[1].at(np.arange(start, start + count))
 
     def _micro_batches(self) -> Iterator[list[int]]:
@@ -110,7 +110,7 @@ class Loader:
             yield from ids[:, self.rank].tolist()
             start += self.batch
 
-    def _fetched(self) -> Iterator[Batch]:
+    def _fetch(self) -> Iterator[Batch]:
         if self._fetcher is None:
             self._fetcher = DataLoader(
                 _Identified(self.dataset),
@@ -125,7 +125,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         while True:
-            jumps, fetched = self._jumps, self._fetched()
+            jumps, fetched = self._jumps, self._fetch()
             while True:
                 step = tuple(next(fetched) for _ in range(self.accumulate))
                 if jumps != self._jumps:
@@ -134,7 +134,7 @@ class Loader:
                 yield step
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in; equal on every rank."""
+        """Return the position and the identity of the data set; equal on every rank."""
         return {
             "consumed": self.consumed,
             "seed": self.seed,
@@ -143,15 +143,15 @@ class Loader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in its order; the ranks and the batch may be others.
+        """Continue from where `state_dict` was taken, in its order; the number of ranks and the batch may differ.
 
         Raises:
             DataError: it was taken on another data set.
         """
-        there = state_dict["samples"], state_dict["fingerprint"]
-        if there != (self.samples, _fingerprint(self.dataset)):
+        saved = state_dict["samples"], state_dict["fingerprint"]
+        if saved != (self.samples, _fingerprint(self.dataset)):
             raise DataError(
-                f"the position is one in another data set, of {there[0]} samples; this one has {self.samples}",
+                f"the position belongs to another data set, of {saved[0]} samples; this one has {self.samples}",
                 hint="resume with the same data and [data] settings, or start a new run",
             )
         self.consumed, self.seed = int(state_dict["consumed"]), int(state_dict["seed"])

@@ -52,8 +52,8 @@ def _tokenizer(sources: Sequence[str], settings: Data, folder: Path) -> Tokenize
         return load_tokenizer(Path(settings.tokenizer))
     if found := [source for source in sources if source.endswith(".tokens")]:
         raise DataError(
-            f"`{found[0]}` is in tokens already, so no tokenizer can be trained on it",
-            hint="set data.tokenizer to the tokenizer.json it was made with",
+            f"`{found[0]}` holds tokens already, so no tokenizer can be trained on it",
+            hint="set data.tokenizer to the tokenizer.json that wrote it",
         )
     readers = [open_source(source, settings.field) for source in sources]
     recipe = hashlib.sha256("".join(recipe_of(reader, settings) for reader in readers).encode()).hexdigest()

@@ -51,13 +51,13 @@ class Shuffled:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         epochs = positions // self.samples
-        found = np.empty(len(positions), np.int64)
+        samples = np.empty(len(positions), np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._of(int(epoch))[positions[here] % self.samples]
-        return found
+            samples[here] = self._permutation(int(epoch))[positions[here] % self.samples]
+        return samples
 
-    def _of(self, epoch: int) -> np.ndarray:
+    def _permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(self.seed, epoch, self.samples)
         return self._order
@@ -83,23 +83,23 @@ class Interleaved:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         blocks, inside = np.divmod(positions, BLOCK)
-        found = np.empty(len(positions), np.int64)
+        samples = np.empty(len(positions), np.int64)
         for number in np.unique(blocks):
-            of, before = self._of(int(number))
+            source_of, before = self._layout(int(number))
             for source, order in enumerate(self.sources):
-                here = np.flatnonzero((blocks == number) & (of[inside] == source))
+                here = np.flatnonzero((blocks == number) & (source_of[inside] == source))
                 earlier = number * self.quotas[source] + before[inside[here]]
-                found[here] = self.offsets[source] + order.at(earlier)
-        return found
+                samples[here] = self.offsets[source] + order.at(earlier)
+        return samples
 
-    def _of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _layout(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The source of each position of a block, and how often it came before in that block; (BLOCK,) each."""
         if number != self._number:
-            of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
+            source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
             before = np.empty(BLOCK, np.int64)
             for source, quota in enumerate(self.quotas):
-                before[of == source] = np.arange(quota)
-            self._number, self._block = number, (of, before)
+                before[source_of == source] = np.arange(quota)
+            self._number, self._block = number, (source_of, before)
         return self._block
 
 

@@ -78,8 +78,8 @@ class TextFiles(Source):
     """
 
     def __init__(self, source: str, field: str) -> None:
-        found = [pair for pattern in source.split(",") for pair in _matches(pattern.strip())]
-        self.paths = dict(sorted(found, key=lambda pair: pair[1]))
+        pairs = [pair for pattern in source.split(",") for pair in _matches(pattern.strip())]
+        self.paths = dict(sorted(pairs, key=lambda pair: pair[1]))
         self.field = field
 
     def identity(self) -> list[Any]:
@@ -168,7 +168,7 @@ def _cut(block: bytes) -> int:
     if end := block.rfind(b"\n") + 1:
         return end
     starts = (at for at in range(len(block) - 1, max(0, len(block) - 4), -1) if block[at] & 0xC0 != 0x80)
-    return next(starts, len(block))  # before the last character: it may go on behind the block
+    return next(starts, len(block))  # before the last character, which may continue in the next block
 
 
 def _text(path: Path, block: bytes, offset: int) -> str:

@@ -35,7 +35,7 @@ _AGAIN = "delete it and prepare the corpus again"
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a token file says about itself."""
+    """The header of a token file."""
 
     tokens: int
     bytes: int
@@ -45,9 +45,9 @@ class Header:
     fingerprint: str
     """SHA-256 of the payload as little-endian uint32, so equal tokens give equal fingerprints in either dtype."""
     tokenizer: str
-    """Hash of the tokenizer that made it."""
+    """Hash of the tokenizer that wrote the file."""
     recipe: str = ""
-    """Hash of the source files and settings it was made from; decides whether it can be used again."""
+    """Hash of the source files and settings that the file depends on; decides whether it can be reused."""
     skipped: int = 0
     duplicates: int = 0
     dtype: str = "uint16"
@@ -137,7 +137,7 @@ def _parse(path: Path, block: bytes) -> Header:
     if version != VERSION:
         raise DataError(f"{path} has version {version} of the token format, not {VERSION}", hint=_AGAIN)
     if set(table) != {field.name for field in fields(Header)} or not _plausible(table):
-        raise DataError(f"{path} is damaged: its header makes no sense", hint=_AGAIN)
+        raise DataError(f"{path} is damaged: its header is inconsistent", hint=_AGAIN)
     return Header(**table)
 
 

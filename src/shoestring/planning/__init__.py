@@ -1,1 +1,1 @@
-"""What there is, as measured, and what a choice would cost on it: Cluster, the simulator and Plan."""
+"""The hardware as measured (Cluster), and the predicted cost of a choice on it (the simulator, Plan)."""

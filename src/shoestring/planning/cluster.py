@@ -1,4 +1,4 @@
-"""What we have: devices, stores and links, with the rates that were measured on them."""
+"""The hardware of a run: devices, disks, links and collectives, with the rates measured on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """One host's disk under the probed folder: bytes/s and seconds a commit (write of 4 KiB and fsync)."""
+    """One host's disk under the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
 
     host: str
     write: float
@@ -31,7 +31,7 @@ class Store:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between two ranks, one way: seconds of latency (alpha) and bytes/s of bandwidth (1/beta)."""
+    """The way from one rank to another: latency in seconds (alpha) and bandwidth in bytes/s (1/beta)."""
 
     source: int
     target: int
@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """All ranks along `over` at once: `latency` seconds, and a second for each `bandwidth` bytes a rank hands over."""
+    """A collective over the mesh axes `over`: latency in seconds, bandwidth in bytes/s that each rank sends."""
 
     kind: str  # all-reduce, all-gather, all-to-all
     over: tuple[str, ...]
@@ -52,15 +52,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Everything that was measured; what plans are priced with."""
+    """All measurements of a cluster, from which plans are priced."""
 
     devices: tuple[Device, ...] = ()
     stores: tuple[Store, ...] = ()
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
     slowdown: dict[str, float] = field(default_factory=dict)
-    """How kinds of work hinder each other, as `simulate` takes it."""
+    """Factors by which kinds of work slow each other down, as `simulate` takes them."""
 
     def collective(self, kind: str, over: Sequence[str]) -> Collective:
-        """That kind of collective over these dimensions of the mesh; KeyError where it was not measured."""
+        """Look up a kind of collective over these mesh axes; KeyError if it was not measured."""
         return {(each.kind, each.over): each for each in self.collectives}[kind, tuple(over)]

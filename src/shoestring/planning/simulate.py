@@ -1,8 +1,8 @@
-"""How long a step would take, and what is decided by that.
+"""Predicts the time of a step, and chooses among candidates by it.
 
-A step is tasks on resources, each of which does its own in a fixed order, as it must be where every rank has to issue
-the same collectives. So without `slowdown` the makespan is the longest path through the tasks and the orders of the
-resources: never shorter than the critical path or any resource's load, and never longer when a task becomes shorter.
+A step is a set of tasks on resources. Each resource does its tasks in a fixed order, because every rank must issue the
+same collectives. So without `slowdown` the makespan is the longest path through the tasks and the resources' orders:
+never shorter than the critical path or any resource's load, and never longer when a task becomes shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoestring.planning.cluster import Cluster
 
 @dataclass(frozen=True)
 class Task:
-    """Work of `seconds` when nothing runs beside it; `after` are the indices of earlier tasks that must be done."""
+    """Work that takes `seconds` when nothing runs beside it, and starts after the tasks with the indices `after`."""
 
     name: str
     kind: Kind
@@ -29,11 +29,11 @@ class Task:
 
 
 def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None) -> Trace:
-    """The trace of `tasks`, one span each, from second 0; every resource takes its own in the order given.
+    """Simulate `tasks` from second 0 and return their trace, one span each; a resource does its tasks in this order.
 
     Args:
-        slowdown: "wire beside compute" -> how many times as long the first takes while the other goes on; 1 where
-            there is no entry. Several at once add up: with factors 2 and 2 beside it, work takes 3 times as long.
+        slowdown: "wire beside compute" -> factor by which the first slows down while the second runs; 1 without an
+            entry. Several add up: beside two others with a factor of 2 each, work takes 3 times as long.
     """
     beside, trace, left, now = slowdown or {}, Trace(origin=0.0, keep=max(len(tasks), 1)), {}, 0.0
     queues: dict[str, deque[int]] = {}
@@ -64,21 +64,21 @@ def _stretch(head: int, running: Sequence[int], tasks: Sequence[Task], slowdown:
 
 
 def makespan(trace: Trace) -> float:
-    """When the last span ends, in seconds since the trace's origin."""
+    """Return the end of the last span, in seconds since the trace's origin."""
     return max((span.stop for span in trace.spans), default=0.0)
 
 
 class Priced(Protocol):
-    """Something that may be chosen, because what it would do to a step can be computed."""
+    """A candidate whose effect on a step can be computed."""
 
     def predict(self, trace: Trace, cluster: Cluster) -> Trace:
-        """One step as it would be, from the `trace` of one without it; what is done every n-th step counts 1/n."""
+        """Predict one step from the `trace` of a step without the candidate; work of every n-th step counts 1/n."""
         ...
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision. `predicted` has the seconds a step of every candidate, those preferred at equal price first."""
+    """A decision; `predicted` has every candidate's seconds a step, preferred candidates first."""
 
     choice: str
     reason: str
@@ -90,12 +90,12 @@ class Plan:
 
 
 def choose(candidates: Mapping[str, Priced], trace: Trace, cluster: Cluster, *, margin: float) -> Plan:
-    """The first candidate, unless another one is faster by more than `margin` of its time; then the fastest of all,
-    or one before it whose time is within half of the margin."""
+    """Choose the first candidate, unless another is faster by more than `margin` of its time. Then choose the fastest,
+    or the first candidate that is within half of the margin of the fastest."""
     predicted = {name: makespan(each.predict(trace, cluster)) for name, each in candidates.items()}
     first, best = next(iter(predicted)), min(predicted, key=predicted.__getitem__)
     if predicted[best] >= predicted[first] * (1 - margin):
-        return Plan(first, f"nothing else is more than {margin:.0%} faster", predicted)
+        return Plan(first, f"no candidate is more than {margin:.0%} faster", predicted)
     close = next(name for name, seconds in predicted.items() if seconds <= predicted[best] * (1 + margin / 2))
     gain = predicted[first] / predicted[close]
     return Plan(close, f"{gain:.2f}x as fast as {first}", predicted)

@@ -1,4 +1,4 @@
-"""What the system says of this host and this process: how much memory is free, and what was killed for it."""
+"""What the system reports of this host and process: free memory, peak memory, and out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KIB = 1024
 
 
 class _Group(NamedTuple):
-    """The files of a cgroup that say of its memory: its limit, its use, what of that can be dropped, and its kills."""
+    """The files of a cgroup that report its memory: limit, use, droppable cache, and kills."""
 
     limit: str
     used: str
@@ -29,9 +29,9 @@ _GROUPS = {
 
 
 def free_memory(root: Path = ROOT) -> float:
-    """Bytes that are left to this process now: of its host, and of its cgroups (v1 or v2); inf where nothing says.
+    """Return the free bytes of this host and of this process's cgroups (v1 or v2), whichever is less; inf if unknown.
 
-    Caches of files count as left.
+    File caches count as free.
     """
     try:
         left = [int(_table(root / "proc/meminfo")["MemAvailable:"]) * _KIB]
@@ -45,32 +45,32 @@ def free_memory(root: Path = ROOT) -> float:
 
 
 def peak_above_now(root: Path = ROOT) -> int:
-    """Bytes that this process had at its peak and has not now: between two steps activations are gone, to come back."""
+    """Return by how many bytes the peak exceeds present use: activations are freed between steps, and will return."""
     with suppress(OSError, KeyError, ValueError):
-        said = _table(root / "proc/self/status")
-        return max(0, int(said["VmHWM:"]) - int(said["VmRSS:"])) * _KIB
+        status = _table(root / "proc/self/status")
+        return max(0, int(status["VmHWM:"]) - int(status["VmRSS:"])) * _KIB
     return 0
 
 
 def forget_peak(root: Path = ROOT) -> None:
-    """Let the peak be counted from now on, where the system allows that."""
+    """Restart the count of the peak from now, if the system allows that."""
     with suppress(OSError):
         (root / "proc/self/clear_refs").write_text("5")
 
 
 def kills_for_memory(root: Path = ROOT) -> int:
-    """Processes that were killed because memory ran out, so far: in this process's cgroups, or else on its host."""
-    found = []
+    """Count the processes killed so far because memory ran out: in this process's cgroups, or else on its host."""
+    kills = []
     for folder, group in _groups(root):
         with suppress(OSError, ValueError, KeyError):
-            found.append(int(_table(folder / group.kills)["oom_kill"]))
+            kills.append(int(_table(folder / group.kills)["oom_kill"]))
     with suppress(OSError, ValueError, KeyError):
-        found = found or [int(_table(root / "proc/vmstat")["oom_kill"])]
-    return max(found, default=0)
+        kills = kills or [int(_table(root / "proc/vmstat")["oom_kill"])]
+    return max(kills, default=0)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Group]]:
-    """The folder of each cgroup that limits this process, from its own to the root; some may not be mounted."""
+    """Yield the folder of each cgroup that limits this process, from its own to the root; some may not be mounted."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kind, path = line.split(":", 2)
@@ -81,5 +81,5 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Group]]:
 
 
 def _table(path: Path) -> Mapping[str, str]:
-    """The second word of each line by the first."""
+    """Map the first word of each line to the second."""
     return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}

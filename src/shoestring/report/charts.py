@@ -1,4 +1,4 @@
-"""The markup of the charts that the page's script fills: a title, a place to draw, and a table of values for each."""
+"""The markup of the charts, which the page's script draws: for each a title, a canvas and a table of values."""
 
 from __future__ import annotations
 

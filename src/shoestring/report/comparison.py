@@ -1,4 +1,4 @@
-"""Runs side by side: what was set differently, what came out, and their curves over each other."""
+"""Comparison of runs: the settings that differ, the results, and the curves in the same charts."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
     versions = [flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs]
     blocks = (
         ("Results", "Final figures; percentages are relative to the first run.", _results(runs)),
-        ("Settings that differ", "From the resolved run files.", _differing([flat(run.settings) for run in runs])),
-        ("Versions that differ", "From what each run wrote about its environment.", _differing(versions)),
+        ("Settings that differ", "From the resolved run files.", _differences([flat(run.settings) for run in runs])),
+        ("Versions that differ", "From what each run wrote about its environment.", _differences(versions)),
     )
     text = [f"{_printable(name)}: {_state(run)}" for name, run in zip(names, runs, strict=True)]
     parts: list[Markup] = []
     for title, caption, rows in blocks:
-        text += ["", title, *_aligned([("", *names), *rows] if rows else [("none",)])]
+        text += ["", title, *_align([("", *names), *rows] if rows else [("none",)])]
         shown = grid(caption, ("", *names), rows) if rows else tag("p", "None.", class_="quiet")
         parts.append(tag("section", tag("h2", title), shown, class_="wide"))
     return "\n".join(text) + "\n", page.save(Path(out), _page(runs, names, parts))
@@ -69,7 +69,7 @@ def _page(runs: Sequence[RunFolder], names: Sequence[str], parts: Sequence[Marku
     return page.document(f"Comparison of {title}", head, join([parts[0], charts(data), *parts[1:]]), data)
 
 
-def _differing(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
+def _differences(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Keys whose values differ, in the order in which they first appear, with each document's value."""
     keys = dict.fromkeys(key for document in documents for key in document)
     rows = [[key, *(document.get(key, _ABSENT) for document in documents)] for key in keys]
@@ -77,13 +77,13 @@ def _differing(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _results(runs: Sequence[RunFolder]) -> list[list[str]]:
-    found = [digest.results(run) for run in runs]
-    labels = dict.fromkeys(label for results in found for label in results)
-    return [[label, *(_shown(label, results, found[0]) for results in found)] for label in labels]
+    figures_of = [digest.results(run) for run in runs]
+    labels = dict.fromkeys(label for results in figures_of for label in results)
+    return [[label, *(_format(label, results, figures_of[0]) for results in figures_of)] for label in labels]
 
 
-def _shown(label: str, results: Mapping[str, float], first: Mapping[str, float]) -> str:
-    """A figure in its unit, and, behind that of every run but the first, how it differs from the first."""
+def _format(label: str, results: Mapping[str, float], first: Mapping[str, float]) -> str:
+    """Format a figure with its unit; for all runs but the first, append the difference from the first."""
     value = results.get(label)
     if value is None:
         return _ABSENT
@@ -105,7 +105,7 @@ def _change(first: float | None, value: float) -> str:
     return "equal" if first == value else f"{ratio:+.2%}" if abs(ratio) < 10 else f"x{value / first:.3g}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as padded columns."""
     clean = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*clean, strict=True)]

@@ -1,4 +1,4 @@
-"""The run on a terminal: a bar while somebody watches, dense lines otherwise; both carry the same facts."""
+"""The progress of a run: a bar on a terminal, lines elsewhere; both show the same figures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Console:
         self._printed, self._held_back = now, ""
 
     def _left(self, step: int, now: float) -> list[str]:
-        """The time left at the mean pace since this process's first step, evaluations and saves included."""
+        """The time left at the mean pace since this process's first step, including evaluations and checkpoints."""
         begun_step, begun = self._begun or (step, now)
         total = self._total()
         if step <= begun_step or step >= total:

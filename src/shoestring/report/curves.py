@@ -40,14 +40,14 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """
     large = [_large(key, runs) for key in _MAIN]
     added = {str(row.get("title")): row for run in runs for row in tables(run.summary, "shown") if _has_lines(row)}
-    taken = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
-    taken |= {metric for row in added.values() for metric in row["metrics"]}
-    found = {metric for run in runs for metric in run.columns} - taken
-    order = [metric for metric in _KNOWN if metric in found] + sorted(found - set(_KNOWN))
+    drawn = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
+    drawn |= {metric for row in added.values() for metric in row["metrics"]}
+    others = {metric for run in runs for metric in run.columns} - drawn
+    order = [metric for metric in _KNOWN if metric in others] + sorted(others - set(_KNOWN))
     charts = {
         "large": [chart for chart in large if chart["lines"]],
         "small": [_small(metric, runs) for metric in order]
-        + [chart for row in added.values() if (chart := _added(row, runs))["lines"]],
+        + [chart for row in added.values() if (chart := _feature_chart(row, runs))["lines"]],
     }
     lines = [line for group in charts.values() for chart in group for line in chart["lines"]]
     axes = [
@@ -91,7 +91,7 @@ def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    title, unit, form = _KNOWN.get(metric) or (*_named(metric), "plain")
+    title, unit, form = _KNOWN.get(metric) or (*_title_and_unit(metric), "plain")
     lines = [line for position, run in enumerate(runs) for line in _line(run, position, metric, SMALL)]
     chart = {"key": metric, "title": title, "unit": unit, "format": form, "smooth": metric not in _EXACT}
     return chart | {"marks": [], "lines": lines}
@@ -102,7 +102,7 @@ def _has_lines(row: dict[str, Any]) -> bool:
     return row.get("as") == "curve" and isinstance(row.get("metrics"), dict)
 
 
-def _added(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
+def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
     """The chart that a feature adds, with a line for each of its metrics in each run."""
     lines = []
     for position, run in enumerate(runs):
@@ -113,7 +113,7 @@ def _added(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
     return head | {"marks": [], "lines": lines}
 
 
-def _named(metric: str) -> tuple[str, str]:
+def _title_and_unit(metric: str) -> tuple[str, str]:
     """Title and unit of a number that a feature publishes: `wire_mb` is ("Wire", "MB")."""
     name, _, last = metric.rpartition("_")
     title = (name if last in _UNITS and name else metric).replace("_", " ")
@@ -134,13 +134,13 @@ def _line(
     kept = thin(values, limit)
     line: dict[str, Any] = {"run": position, "kind": kind, "label": label or kind, "tone": tone}
     line["logged"] = len(values)
-    line |= {"at": [steps[index] for index in kept], "value": [_shown(values[index]) for index in kept]}
+    line |= {"at": [steps[index] for index in kept], "value": [_as_json(values[index]) for index in kept]}
     if len(kept) < len(values):
         stretches = [
             [index for index in stretch if math.isfinite(values[index])] for stretch in _stretches(len(values), MEANS)
         ]
         means = [(steps[each[len(each) // 2]], fmean(values[index] for index in each)) for each in stretches if each]
-        line["means"] = {"at": [step for step, _ in means], "value": [_shown(mean) for _, mean in means]}
+        line["means"] = {"at": [step for step, _ in means], "value": [_as_json(mean) for _, mean in means]}
     return [line]
 
 
@@ -166,6 +166,6 @@ def _since(time: float | None, start: float) -> float | None:
     return round(elapsed, 2) if elapsed is not None and math.isfinite(elapsed) else None
 
 
-def _shown(value: float) -> float | str:
+def _as_json(value: float) -> float | str:
     """Six significant digits are more than a screen shows; what JSON cannot hold goes as its name."""
     return float(f"{value:.6g}") if math.isfinite(value) else {math.inf: "∞", -math.inf: "-∞"}.get(value, "NaN")

@@ -1,4 +1,4 @@
-"""The few facts a reader wants first, derived once for the page, the comparison and the terminal."""
+"""The main figures of a run, derived once for the page, the comparison and the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNFINISHED = "unfinished"
 
 
 def name(run: RunFolder) -> str:
-    """What the run calls itself, else its folder's name."""
+    """The name that the run file gives, or else the folder's name."""
     given = run.summary.get("name") or table(run.settings, "run").get("name") or started(run).get("name")
     return str(given) if given else run.path.resolve().name
 
@@ -59,25 +59,25 @@ def seconds(run: RunFolder) -> float | None:
 def results(run: RunFolder) -> dict[str, float]:
     """Final figures by their readable name, in the order a reader wants them; what is unknown is left out."""
     bits = table(run.summary, "bits_per_byte")
-    found = {
+    figures = {
         "held-out bits per byte": _given(bits, "held out", _last(run, "held_out_bits_per_byte")),
         "training bits per byte": _given(bits, "training", _last(run, "bits_per_byte")),
         "held-out loss (nats per token)": _last(run, "held_out_loss"),
         "training loss (nats per token)": _last(run, "loss"),
-        "tokens per second (median)": _reduced(run, "tokens_per_second", median),
-        "share of time waiting for data (median)": _reduced(run, "data_wait", median),
-        "MFU (median)": _reduced(run, "mfu", median),
+        "tokens per second (median)": _reduce(run, "tokens_per_second", median),
+        "share of time waiting for data (median)": _reduce(run, "data_wait", median),
+        "MFU (median)": _reduce(run, "mfu", median),
         "memory at peak (GiB)": _peak_memory(run),
         "steps": float(last_step(run)) or None,
         "tokens": _given(run.summary, "tokens", _last(run, "tokens")),
         "seconds": seconds(run),
         "parameters": _given(run.summary, "parameters", _finite(started(run).get("parameters"))),
     }
-    return {label: value for label, value in found.items() if value is not None}
+    return {label: value for label, value in figures.items() if value is not None}
 
 
 def baselines(run: RunFolder) -> dict[str, float]:
-    """Bits per byte of each yardstick on the same held-out text."""
+    """Bits per byte of each baseline on the same held-out text."""
     given = ((str(label), _finite(value)) for label, value in table(run.summary, "baselines").items())
     return {label: value for label, value in given if value is not None}
 
@@ -92,8 +92,8 @@ def verdict(run: RunFolder) -> str:
     worse = [label for label, value in known.items() if ours >= value]
     parts = [f"better than {_join(better)}"] if better else []
     parts += [f"not better than {_join(worse)}"] if worse else []
-    said = "; ".join(parts)
-    return f"{said[:1].upper()}{said[1:]}."
+    sentence = "; ".join(parts)
+    return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
 def tokens_at(run: RunFolder, step: int) -> float | None:
@@ -123,7 +123,7 @@ def _last(run: RunFolder, key: str) -> float | None:
     return next(reversed(run.columns.get(key, {}).values()), None)
 
 
-def _reduced(run: RunFolder, key: str, reduce: Callable[[Iterable[float]], float]) -> float | None:
+def _reduce(run: RunFolder, key: str, reduce: Callable[[Iterable[float]], float]) -> float | None:
     values = [value for value in run.columns.get(key, {}).values() if math.isfinite(value)]
     return reduce(values) if values else None
 
@@ -131,7 +131,7 @@ def _reduced(run: RunFolder, key: str, reduce: Callable[[Iterable[float]], float
 def _peak_memory(run: RunFolder) -> float | None:
     ranks = [_finite(rank.get("memory_gib")) for rank in tables(run.summary, "ranks")]
     known = [figure for figure in ranks if figure is not None]
-    return max(known) if known else _reduced(run, "memory_gib", max)
+    return max(known) if known else _reduce(run, "memory_gib", max)
 
 
 def labels(runs: Sequence[RunFolder]) -> list[str]:

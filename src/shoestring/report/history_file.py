@@ -1,4 +1,4 @@
-"""history.jsonl of a run folder: when the run's ranks started, and how they ended, so that a report can say it.
+"""history.jsonl of a run folder: every start of the run's ranks, and how it ended.
 
 Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, then `finished` or
 `stopped` (by a signal), or `failed` with the error. A process that is killed writes nothing: the next start finds its

@@ -1,4 +1,4 @@
-"""One offline page from a run folder: markup, style, script and data in a single file that asks nobody for anything."""
+"""The report page of a run folder: markup, style, script and data in a single file that loads nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> st
 
 
 def save(path: Path, text: str) -> Path:
-    """Replace `path` by `text` in one step: nobody sees half a page, and a full disk leaves the old one."""
+    """Write `text` to `path` atomically: a reader never sees half a page, and a full disk leaves the old one."""
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

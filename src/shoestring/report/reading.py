@@ -1,4 +1,4 @@
-"""A run folder as it lies on disk: whole, half-written, still growing, or damaged.
+"""Reads a run folder in any state: complete, half-written, still growing, or damaged.
 
 Reading never fails on what a crash can leave behind: what cannot be read is listed in `problems`.
 """
@@ -23,7 +23,7 @@ _STANDING = ("name", "total_steps", "parameters", "features", "baselines")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What one run left: `columns[key][step]` is a metric's value, steps ascending, the latest write of a step."""
+    """The content of a run folder; `columns[key][step]` is a metric's value, steps ascending, last write of each."""
 
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class RunFolder:
 
 
 def read(folder: Path) -> RunFolder:
-    """Everything of `folder` that can be read.
+    """Read everything of `folder` that can be read.
 
     Raises:
         ConfigError: `folder` is no folder, or holds neither run.toml nor metrics.jsonl.

@@ -1,4 +1,4 @@
-"""Notes in a run's history how a rank starts and fails, and leaves a report of a run that failed."""
+"""Records in a run's history how a rank starts and fails, and writes the report of a run that failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FRAMES = 12  # innermost calls that are kept of a traceback
 
 
 class Recorder:
-    """Surrounds all that a process does for a run; once the run has begun, notes how it fails and writes its report.
+    """A context around all that a process does for a run: once the run has begun, it records failures and reports them.
 
     It stands outside of whatever turns failures into messages, so that the history has the message that the user sees.
     """
@@ -53,12 +53,12 @@ class Recorder:
         if error is None or folder is None or not (folder / "run.toml").is_file():  # it ended before its first step
             return
         with suppress(OSError):  # a full disk may be the very failure
-            history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_described(error))
+            history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_describe(error))
         if self._rank == 0 or not isinstance(error, NonFiniteError):  # that one is raised on all ranks alike
             _report(folder)
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShoestringError):
         name, message, hint = error.described()
         return {"error": name, "message": message, "hint": hint, "traceback": ""}
@@ -74,7 +74,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _report(folder: Path) -> None:
-    """Write the page; what fails here must not hide why the run failed."""
+    """Write the report page; an error here must not hide why the run failed."""
     try:
         log.info("report: %s", write(folder))
     except Exception as error:

@@ -21,7 +21,7 @@ def heading(run: RunFolder) -> Markup:
     badge = tag("span", f"{digest.STATUSES.get(state, '…')} {state}", class_="badge", data_status=state)
     message = str(run.summary.get("message") or "")
     if state == digest.UNFINISHED:
-        message = f"The run is still going on, or it was killed. The last step seen is {digest.last_step(run):,}."
+        message = f"The run is still training, or it was killed. The last step seen is {digest.last_step(run):,}."
     started, host = (str(run.environment.get(key) or "") for key in ("started", "host"))
     origin = " · ".join(part for part in (started and f"started {started}", host and f"on {host}") if part)
     return tag(
@@ -96,7 +96,7 @@ def _moment(seconds: object) -> str:
 
 
 def headline(run: RunFolder) -> Markup:
-    """The one number, beside its yardsticks."""
+    """The most important figure of the run, next to its baselines."""
     found = digest.results(run)
     title = next((label for label in found if "bits per byte" in label or "loss" in label), "")
     if not title:
@@ -166,7 +166,7 @@ def _strip(shown: dict[str, str]) -> Markup:
 
 
 def where(run: RunFolder) -> Markup:
-    """What ran where: every kind of work with its count, time, share and bytes, and the time on each rank."""
+    """The table of spans: each kind of work with its count, time, share and bytes, and the time on each rank."""
     spans: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for position, trace in enumerate(run.traces):
         for total in tables(trace, "totals"):
@@ -182,7 +182,7 @@ def where(run: RunFolder) -> Markup:
     head = ["Name", "Kind", "Share of the run", "Count", "Bytes", "Seconds", *columns]
     note = (
         "Counts, bytes and seconds are means over the ranks; the columns after them are the seconds of each. "
-        "Spans can lie inside one another, so shares may add up to more than the whole."
+        "Spans can lie inside one another, so shares may add up to more than 100%."
     )
     return _section("What ran where", tag("p", note, class_="quiet"), grid("Longest first", head, rows, figures=3))
 
@@ -224,7 +224,7 @@ def saving(row: dict[str, Any]) -> str:
     cost = f"; costs: {row['cost']}" if row.get("cost") else ""
     how = "measured" if row.get("measured") else "computed, not measured"
     if used is None or without is None:
-        return f"{feature}: nothing is known of {unit}{cost}"
+        return f"{feature}: {unit} unknown{cost}"
     show = figures.size if unit.startswith("bytes") else figures.plain
     change = f"{show(used)} instead of {show(without)}, {how}{cost}"
     if not without > 0 or used != used:
@@ -254,7 +254,7 @@ def _list(value: object) -> list[Any]:
 
 
 def features(run: RunFolder) -> Markup:
-    """What was switched on, where it hooks in, with which settings, and why."""
+    """The table of features: seams, reason and settings of each."""
     rows = [
         [str(row.get("name", "")), ", ".join(map(str, row.get("seams") or [])), str(row.get("why", "")), _settings(row)]
         for row in tables(run.summary, "features")
@@ -270,7 +270,7 @@ def features(run: RunFolder) -> Markup:
 
 
 def ranks(run: RunFolder) -> Markup:
-    """Who ran: host, device, dtype, threads, speed and memory of each rank."""
+    """The table of ranks: host, device, data type, threads, speed and memory of each."""
     keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
     head = ["Rank", "Host", "Device", "Data type", "Threads", "Tokens per second", "Memory, GiB"]
@@ -288,7 +288,7 @@ def samples(run: RunFolder) -> Markup:
 
 
 def notes(run: RunFolder) -> Markup:
-    """What the run wanted to say, and what of the folder could not be read."""
+    """The run's notes, and the files of the folder that could not be read."""
     given = run.summary.get("notes")
     lines = [str(note) for note in given] if isinstance(given, list) else []
     lines += run.problems

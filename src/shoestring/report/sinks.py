@@ -1,4 +1,4 @@
-"""What takes metrics (`Sink`), and the file of JSON lines that every run writes; `trackers.py` has the others.
+"""The interface of metric sinks (`Sink`), and the JSON lines file of every run; `trackers.py` has the others.
 
 A sink that outlives a process may also have `truncate_after(step)`: a resumed run calls it so that the steps it
 repeats do not appear twice.
@@ -41,7 +41,7 @@ class JsonLines:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop rows of steps later than `step`, and lines that are no rows; whole or not at all."""
+        """Drop rows of steps later than `step`, and lines that are not rows; atomically."""
         self._file.close()
         temporary = self.path.with_name(f".{self.path.name}.part")
         try:

@@ -1,4 +1,4 @@
-"""Traces as files, and those of all ranks on one line of time."""
+"""Trace files, and the traces of all ranks on a common time axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.trace import Kind, Span, Total, Trace
 
 FORMAT = 1
-KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # what a trace knows of its run
+KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # what a trace records about its run
 
 
 def dumps(trace: Trace) -> str:

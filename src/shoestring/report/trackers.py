@@ -48,7 +48,7 @@ class TensorBoard:
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> Any:
-        with _installed("tensorboard"):
+        with _import_or_hint("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
         return SummaryWriter(str(self.folder), purge_step=purge_step)
 
@@ -61,12 +61,12 @@ class Wandb:
     """
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        with _installed("wandb"):
+        with _import_or_hint("wandb"):
             import wandb  # pyright: ignore[reportMissingImports]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shoestring"),
             name=name,
-            id=_remembered(folder, "wandb", lambda: secrets.token_hex(4)),
+            id=_remember(folder, "wandb", lambda: secrets.token_hex(4)),
             dir=str(folder),
             config=dict(settings),
             resume="allow",
@@ -86,9 +86,9 @@ class Trackio:
     """Logs to trackio's local database (TRACKIO_DIR, or the cache of Hugging Face), or to its server if one is set."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        with _installed("trackio"):
+        with _import_or_hint("trackio"):
             import trackio  # pyright: ignore[reportMissingImports]
-        own = _remembered(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        own = _remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._run = trackio.init("shoestring", name=own, config=flat(dict(settings)), resume="allow", embed=False)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -104,12 +104,12 @@ class MLflow:
     """Logs to the MLflow server in MLFLOW_TRACKING_URI, or else to an SQLite file of its own, `folder/mlflow.db`."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        with _installed("mlflow"):
+        with _import_or_hint("mlflow"):
             from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
             from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         self._client, self._metric = MlflowClient(uri), Metric
-        self._id = _remembered(folder, "mlflow", lambda: self._begin(name))
+        self._id = _remember(folder, "mlflow", lambda: self._begin(name))
         known = self._client.get_run(self._id).data.params
         new = [Param(key, value[:500]) for key, value in flat(dict(settings)).items() if key not in known]
         for start in range(0, len(new), 100):  # the most that one request may carry
@@ -127,8 +127,8 @@ class MLflow:
 
     def _begin(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name("shoestring")
-        found = experiment.experiment_id if experiment else self._client.create_experiment("shoestring")
-        return self._client.create_run(found, run_name=name).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("shoestring")
+        return self._client.create_run(experiment_id, run_name=name).info.run_id
 
 
 TRACKERS: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
@@ -203,7 +203,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _installed(extra: str) -> Iterator[None]:
+def _import_or_hint(extra: str) -> Iterator[None]:
     """Turn a failing import into an error that names the extra to install."""
     try:
         yield
@@ -212,8 +212,8 @@ def _installed(extra: str) -> Iterator[None]:
         raise ShoestringError(f"`run.sinks`: {extra} is not installed ({error})", hint=hint) from error
 
 
-def _remembered(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The tracker's identity of the run in `folder`, so that a resumed run continues it; made on the first start."""
+def _remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
+    """The tracker's identity of the run in `folder`, so that a resumed run continues it; drawn at the first start."""
     path = Path(folder) / "trackers.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     if tracker not in known:
