@@ -11,7 +11,7 @@ from shoestring.comm.codecs.fused import Taken, WeightedSum, take_entries
 
 def take_by_torch(terms: WeightedSum, threshold: torch.Tensor, room: int) -> Taken:
     """What `take` must do; where there is no room for all, it may take others."""
-    M = terms.built()
+    M = terms.build()
     tell = 0 * M.sum()
     hits = (M.abs() > threshold).nonzero().view(-1)
     indices = hits[:room]
@@ -38,7 +38,7 @@ def assert_takes_all(device: str, n: int, threshold: float, momentum: bool) -> N
     torch.testing.assert_close(ours.values, theirs.values, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(terms.g, expected.g, rtol=tolerance, atol=tolerance)
     assert ours.complete
-    assert float(ours.tell) == 0
+    assert float(ours.poison) == 0
     assert torch.equal(e, drawn(n, device)[1])
 
 
@@ -59,7 +59,7 @@ def assert_tells(device: str) -> None:
     for value in (float("nan"), float("inf"), -float("inf")):
         g, e, _ = drawn(5000, device)
         g[4500] = value
-        assert take_entries(WeightedSum(g, e), torch.tensor(3.0, device=device), 5000).tell.isnan()
+        assert take_entries(WeightedSum(g, e), torch.tensor(3.0, device=device), 5000).poison.isnan()
 
 
 def main(device: str) -> None:

@@ -155,5 +155,5 @@ def assert_survives_other_cohorts(make: Make) -> None:
         for name in names:
             left = mean_state(codecs, "residual", name)
             torch.testing.assert_close(grads[0][name].double() + left, total[name], rtol=2e-6, atol=1e-5)
-    room = sum(each.untyped_storage().nbytes() for codec in codecs for each in codec._rooms.values())
+    room = sum(each.untyped_storage().nbytes() for codec in codecs for each in codec._buffers.values())
     assert room <= 4 * RANKS * sum(torch.Size(shape).numel() for shape in SHAPES.values())

@@ -51,7 +51,7 @@ class TestContract:
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), block=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_draws_distinct_entries_in_whole_blocks(n, density, block, seed):
-    found = RandomKCodec(density, block=block).drawn(n, seed, CPU)
+    found = RandomKCodec(density, block=block).draw(n, seed, CPU)
     assert len(found.unique()) == len(found) <= max(density * n + block, block)
     assert found.min() >= 0
     assert found.max() < n
@@ -64,8 +64,8 @@ def test_every_entry_is_as_likely(n, density, block):
     """Counts of 4000 draws, within 5 standard deviations of a binomial."""
     codec, trials, counts = RandomKCodec(density, block=block), 4000, torch.zeros(n)
     for seed in range(trials):
-        counts[codec.drawn(n, seed, CPU)] += 1
-    p = len(codec.drawn(n, 0, CPU)) / n
+        counts[codec.draw(n, seed, CPU)] += 1
+    p = len(codec.draw(n, 0, CPU)) / n
     assert (counts - trials * p).abs().max() < 5 * (trials * p * (1 - p)) ** 0.5
 
 

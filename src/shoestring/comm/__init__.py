@@ -1,4 +1,4 @@
-"""Fewer bytes on the wire between ranks."""
+"""Exchanges gradients between ranks in fewer bytes, and overlaps the exchange with computing."""
 
 from __future__ import annotations
 
@@ -54,15 +54,14 @@ def attach(
     *,
     scaler: GradScaler | None = None,
 ) -> Job:
-    """Exchange the gradients of somebody else's model by `feature`: one line after the model is wrapped in DDP.
+    """Exchange the gradients of a model in a training loop of your own by `feature`; call it after wrapping in DDP.
 
     Args:
-        optimizer: needed without DDP, where the exchange comes right before its step; and for the report's numbers.
-
-        scaler: the loop's loss scaler, for fp16: gradients under DDP are exchanged before it unscales them.
+        optimizer: needed without DDP, where the exchange runs right before its step, and for the report's metrics.
+        scaler: the loop's loss scaler, for fp16; under DDP gradients are exchanged before it unscales them.
 
     Returns:
-        The job, to `close`, and to keep what must survive (`job.kept`).
+        The job, to `close`, with the state that checkpoints must hold (`job.kept`).
 
     Raises:
         ConfigError: the feature does not fit the model.

@@ -1,6 +1,6 @@
-"""Integers of few bits as bytes on the wire, and ascending indices in nearly as few bits as they can have.
+"""Packs integers of few bits into bytes, and ascending indices into nearly the fewest bits possible.
 
-Sizes follow from counts and ranges alone, so that they are the same on all ranks whatever the values are.
+Sizes depend only on counts and ranges, so that they are the same on all ranks whatever the values are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """The length of one row of `pack`: at most 8 codes more than `count` codes need."""
+    """Bytes of one row of `pack`: at most 8 codes more than `count` codes need."""
     per, filled = _period(bits)
     return -(-count // per) * filled
 
@@ -49,7 +49,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """The least number of codes that fill whole bytes, and of those bytes."""
+    """The least number of codes that fill whole bytes, and the number of those bytes."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
@@ -69,8 +69,8 @@ def index_bytes(count: int, n: int) -> int:
 def encode_indices(indices: Tensor, n: int) -> Tensor:
     """Bytes (rows, index_bytes) of ascending indices (rows, count) below n; equal ones may follow each other.
 
-    Elias and Fano's code (1974): the low bits as they are; of the high bits, one mark for each index, at their value
-    plus the index's place in its row. That is 2 + log2(n / count) bits an index, at most half a bit over the entropy.
+    Elias-Fano code (1974): the low bits as they are, and for the high bits one mark an index, at their value plus the
+    index's position in its row. This takes 2 + log2(n / count) bits an index, at most half a bit above the entropy.
     """
     rows, count = indices.shape
     low = _low_bits(count, n)
@@ -85,8 +85,8 @@ def decode_indices(packed: Tensor, count: int, n: int) -> Tensor:
     rows, low = len(packed), _low_bits(count, n)
     length = packed_bytes(count, low) if low else 0
     marks = unpack(packed[:, length:], 1, _marks(count, n, low))
-    found = marks.nonzero()[:, 1].view(rows, count)
-    high = found - _places(found)
+    positions = marks.nonzero()[:, 1].view(rows, count)
+    high = positions - _places(positions)
     return high << low | unpack(packed[:, :length], low, count) if low else high
 
 

@@ -1,4 +1,4 @@
-"""Gradients whole, as fp32 or rounded to bf16: what every other codec is compared with."""
+"""Uncompressed gradients, in fp32 or rounded to bf16: the baseline of every other codec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, 
 
 
 class DenseCodec(Codec):
-    """The plain average; `dtype` is what travels and what a ring adds in, each gradient's own where it is None."""
+    """The plain average. Gradients travel and are summed in `dtype`; None leaves each gradient in its own type."""
 
     stages = 1
 
@@ -19,27 +19,27 @@ class DenseCodec(Codec):
         self.dtype = dtype
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        alike: dict[torch.dtype, list[Tensor]] = {}
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for grad in grads.values():
-            alike.setdefault(self.dtype or grad.dtype, []).append(grad)
-        answers = yield [Mean(flatten(tensors, dtype)) for dtype, tensors in alike.items()]
-        for flat, tensors in zip(answers, alike.values(), strict=True):
+            by_dtype.setdefault(self.dtype or grad.dtype, []).append(grad)
+        answers = yield [Mean(flatten(tensors, dtype)) for dtype, tensors in by_dtype.items()]
+        for flat, tensors in zip(answers, by_dtype.values(), strict=True):
             unflatten(flat, tensors)
 
 
 def flatten(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """All entries as one 1-d tensor of `dtype`, a copy."""
+    """Copy all entries into one 1-d tensor of `dtype`."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
     foreach_copy_(split_like(flat, tensors), tensors)
     return flat
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
-    """The inverse of `flattened`, into `tensors`."""
+    """The inverse of `flatten`, into `tensors`."""
     foreach_copy_(tensors, split_like(flat, tensors))
 
 
 def split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Parts of `flat` in the shapes of `tensors`."""
+    """Split `flat` into views in the shapes of `tensors`."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

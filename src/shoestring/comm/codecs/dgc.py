@@ -10,24 +10,24 @@ from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
 from shoestring.comm.codecs.fused import WeightedSum
 from shoestring.comm.codecs.topk import Selection, SparseCodec, WireType
 
-STAGES = 5  # of the warm-up
+STAGES = 5  # stages of the warm-up
 
 
 class DGCCodec(SparseCodec):
-    """The average of the ranks' *velocities*, sparsified: the optimizer must be SGD without momentum of its own.
+    """The average of the ranks' sparsified *velocities*: the optimizer must be SGD without momentum.
 
         u = m u + g;  v = v + u;  send the largest of v, and there u = 0 and v = 0
         Nesterov: u = m (u + g);  v = v + u + g
 
-    Vectors and scalars travel whole; so does all at density 1, where this is SGD with momentum.
-    State: "velocity" u and "residual" v of this rank; "momentum", the velocity of what travels whole.
+    Vectors and scalars are not compressed. With density 1 nothing is, and the result is SGD with momentum.
+    State: "velocity" u and "residual" v of this rank; "momentum", the velocity of uncompressed parameters.
 
     Args:
-        density: after the warm-up.
-        clip: of the 2-norm of the gradients, which must travel together; each rank of N clips at clip / √N.
-        masking: set the velocity of what is sent to zero, so that stale momentum does not carry it on.
-        warmup: steps in five equal stages, whose densities fall exponentially to the last: of 0.001, these are 0.25,
-            0.063, 0.016, 0.004 and 0.001.
+        density: fraction of entries sent after the warm-up.
+        clip: largest 2-norm of the gradients, which must be exchanged together; each of N ranks clips at clip / √N.
+        masking: set the velocity of sent entries to zero, so that stale momentum does not move them on.
+        warmup: steps in five equal stages, whose densities fall exponentially: for 0.001 they are 0.25, 0.063, 0.016,
+            0.004 and 0.001.
     """
 
     shared = frozenset({"momentum"})
@@ -57,10 +57,10 @@ class DGCCodec(SparseCodec):
             norm = context.sum_over_shards(torch.nn.utils.get_total_norm(list(grads.values())).square()).sqrt()
             foreach_mul_(list(grads.values()), (self.clip * context.size**-0.5 / norm).clamp(max=1))
         if not sparse:
-            yield from self._whole(dense)
+            yield from self._exchange_dense(dense)
             return
-        whole = [Mean(self.gathered(dense))] if dense else []
-        u, v, g = self.flat("velocity", sparse), self.flat("residual", sparse), self.gathered(sparse)
+        whole = [Mean(self.flatten(dense))] if dense else []
+        u, v, g = self.flat_state("velocity", sparse), self.flat_state("residual", sparse), self.flatten(sparse)
         terms = WeightedSum(
             g, v, u, 1 + self.momentum if self.nesterov else 1.0, self.momentum
         )  # the next v; u must wait
@@ -73,26 +73,26 @@ class DGCCodec(SparseCodec):
         if self.masking:
             u[indices] = 0
         g[indices] = values - sent
-        self.replace("residual", sparse, g)
-        self.spread(sparse, self.decode(answers[len(whole) :], len(indices), out=v))
+        self.replace_state("residual", sparse, g)
+        self.unflatten(sparse, self.decode(answers[len(whole) :], len(indices), out=v))
 
     def density_at(self, step: int) -> float:
         stage = STAGES if step >= self.warmup else step * STAGES // self.warmup + 1
         return self.density ** (stage / STAGES)
 
-    def _whole(self, dense: Grads) -> Coding:
+    def _exchange_dense(self, dense: Grads) -> Coding:
         if dense:
-            (average,) = yield [Mean(self.gathered(dense))]
+            (average,) = yield [Mean(self.flatten(dense))]
             self._deliver(dense, average)
 
     def _deliver(self, dense: Grads, average: Tensor) -> None:
-        """The velocity of an average that came whole."""
-        u = self.flat("momentum", dense)
+        """Turn an uncompressed average into its velocity."""
+        u = self.flat_state("momentum", dense)
         self._accelerate(u, [u], [average])
-        self.spread(dense, average.add_(u) if self.nesterov else average.copy_(u))
+        self.unflatten(dense, average.add_(u) if self.nesterov else average.copy_(u))
 
     def _accelerate(self, u: Tensor, parts: list[Tensor], g: list[Tensor]) -> None:
-        """u = m u + g, or m (u + g), where `parts` are those of u in the shapes of g."""
+        """u = m u + g, or m (u + g), where `parts` are views of u in the shapes of g."""
         if self.nesterov:
             foreach_add_(parts, g)
         u *= self.momentum

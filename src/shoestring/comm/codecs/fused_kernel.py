@@ -1,4 +1,4 @@
-"""The kernel of `fused`, for devices that Triton compiles for. To be imported only where triton is."""
+"""The kernel of `fused`, for devices that Triton compiles for. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def split(
-    g: tl.tensor,  # (n,) in: gradients; out: what is left
+    g: tl.tensor,  # (n,) in: gradients; out: the remainder
     e: tl.tensor,  # (n,) residual
     u: tl.tensor,  # (n,) velocity, read where MOMENTUM is true
     threshold: tl.tensor,  # (1,)
@@ -19,13 +19,13 @@ def split(
     indices: tl.tensor,  # (room,) int64
     values: tl.tensor,  # (room,)
     count: tl.tensor,  # (1,) int32, zero: becomes the number of entries over the threshold
-    tell: tl.tensor,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
+    poison: tl.tensor,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
     MOMENTUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """M = scale g + e + momentum u; move its entries of magnitudes over the threshold to `indices` and `values`.
+    """M = scale g + e + momentum u; move its entries above the threshold to `indices` and `values`.
 
-    Blocks take room there in any order. What finds none is left in `g`.
+    Blocks take places there in any order. Entries that find no place stay in `g`.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -39,4 +39,4 @@ def split(
     tl.store(indices + place, at, mask=moved)
     tl.store(values + place, M, mask=moved)
     tl.store(g + at, tl.where(moved, 0.0, M), mask=inside)
-    tl.store(tell + block, tl.sum(M * 0.0, 0))
+    tl.store(poison + block, tl.sum(M * 0.0, 0))

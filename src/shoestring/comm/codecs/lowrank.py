@@ -1,7 +1,7 @@
-"""What PowerSGD does with a matrix M = g + e: products with a thin one, what those leave of it, and decoding.
+"""PowerSGD's operations on a matrix M = g + e: products with a thin matrix, the remainder, and decoding.
 
-On a CPU, M is built in a place that stays in the cache, or in that of the residual. On devices that Triton compiles
-for, M is never written: memory is read or written 24 bytes an entry of a bf16 gradient, in place of 46.
+On a CPU, M is built in scratch memory that fits the cache, or in place of the residual. On devices that Triton compiles
+for, M is never written: 24 bytes are read or written for each entry of a bf16 gradient, instead of 46.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from shoestring.comm.codecs import fused
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns that a program takes at a time, and the warps that it has."""
+    """Rows and columns that a program processes at a time, and its number of warps."""
 
     BN: int
     BM: int
     num_warps: int
 
 
-LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the best of some on an H100
-PROGRAMS = 512  # so many keep a GPU busy
-MOST = 64  # the largest rank for which a program has room in 99 kB, as much as a GeForce shares
-_LEAST = 16  # the smallest side of a block's product
+LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the best of several on an H100
+PROGRAMS = 512  # number of programs that keeps a GPU busy
+MOST = 64  # the largest rank whose program fits the 99 kB of shared memory of a GeForce
+_SMALLEST = 16  # smallest side of a block's product
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient and residual, (n, m), and the basis that the step before left."""
+    """One parameter's gradient and residual, (n, m), and the basis from the step before."""
 
     name: str
     grad: Tensor
@@ -48,78 +48,78 @@ class Matrix:
 
 
 def multiply(matrices: Sequence[Matrix]) -> list[Tensor]:
-    """M Q, or Pᵀ M, of each; gradients and residuals stay."""
+    """M Q, or Pᵀ M, of each matrix; gradients and residuals are unchanged."""
     scratch = None
-    found = []
-    for each in matrices:
-        if each.by_kernel:
-            found.append(_right(each, each.Qt) if each.Qt is not None else _left(each, each.P))  # pyright: ignore
+    products = []
+    for matrix in matrices:
+        if matrix.by_kernel:
+            products.append(_right(matrix, matrix.Qt) if matrix.Qt is not None else _left(matrix, matrix.P))  # pyright: ignore
             continue
         if scratch is None:
-            scratch = each.residual.new_empty(max(each.residual.numel() for each in matrices))
-        M = torch.add(each.grad, each.residual, out=scratch[: each.grad.numel()].view(each.grad.shape))
-        found.append(M @ each.Qt.t() if each.Qt is not None else each.P.t() @ M)  # pyright: ignore
-    return found
+            scratch = matrix.residual.new_empty(max(other.residual.numel() for other in matrices))
+        M = torch.add(matrix.grad, matrix.residual, out=scratch[: matrix.grad.numel()].view(matrix.grad.shape))
+        products.append(M @ matrix.Qt.t() if matrix.Qt is not None else matrix.P.t() @ M)  # pyright: ignore
+    return products
 
 
-def build_sum(each: Matrix) -> None:
-    """Put M in the place of the residual, where no kernel builds it."""
-    if not each.by_kernel:
-        each.residual.add_(each.grad)
+def build_sum(matrix: Matrix) -> None:
+    """Build M in place of the residual, unless a kernel adds both on the fly."""
+    if not matrix.by_kernel:
+        matrix.residual.add_(matrix.grad)
 
 
-def undo_sum(each: Matrix) -> None:
-    """The inverse of `build`, but for rounding: beside a huge gradient, what was owed is rounded to nothing."""
-    if not each.by_kernel:
-        each.residual.sub_(each.grad)
+def undo_sum(matrix: Matrix) -> None:
+    """The inverse of `build_sum`, up to rounding: a residual far smaller than the gradient is rounded to zero."""
+    if not matrix.by_kernel:
+        matrix.residual.sub_(matrix.grad)
 
 
-def project(each: Matrix, P: Tensor) -> Tensor:
-    """Qᵀ = Pᵀ M of a matrix that is built."""
-    return _left(each, P) if each.by_kernel else P.t() @ each.residual
+def project(matrix: Matrix, P: Tensor) -> Tensor:
+    """Qᵀ = Pᵀ M, after `build_sum`."""
+    return _left(matrix, P) if matrix.by_kernel else P.t() @ matrix.residual
 
 
-def keep_remainder(each: Matrix, P: Tensor, Qt: Tensor) -> None:
-    """What P Qᵀ leaves of M, which is built, becomes the residual."""
-    if each.by_kernel:
-        _outer(each.grad, each.residual, P, Qt, leaving=True)
+def keep_remainder(matrix: Matrix, P: Tensor, Qt: Tensor) -> None:
+    """Make M - P Qᵀ the residual, after `build_sum`."""
+    if matrix.by_kernel:
+        _outer(matrix.grad, matrix.residual, P, Qt, leaving=True)
     else:
-        each.residual.addmm_(P, Qt, alpha=-1)
+        matrix.residual.addmm_(P, Qt, alpha=-1)
 
 
-def decode(each: Matrix, P: Tensor, Qt: Tensor) -> None:
-    """P Qᵀ becomes the gradient."""
-    if each.by_kernel:
-        _outer(each.grad, each.residual, P, Qt, leaving=False)
-    elif each.grad.dtype == P.dtype:
-        torch.mm(P, Qt, out=each.grad)
+def decode(matrix: Matrix, P: Tensor, Qt: Tensor) -> None:
+    """Make P Qᵀ the gradient."""
+    if matrix.by_kernel:
+        _outer(matrix.grad, matrix.residual, P, Qt, leaving=False)
+    elif matrix.grad.dtype == P.dtype:
+        torch.mm(P, Qt, out=matrix.grad)
     else:
-        each.grad.copy_(P @ Qt)
+        matrix.grad.copy_(P @ Qt)
 
 
 # -- by kernels -------------------------------------------------------------------------------------------------------
 
 
-def _right(each: Matrix, Qt: Tensor) -> Tensor:
+def _right(matrix: Matrix, Qt: Tensor) -> Tensor:
     from shoestring.comm.codecs import lowrank_kernel
 
-    (n, m), r = each.grad.shape, len(Qt)
+    (n, m), r = matrix.grad.shape, len(Qt)
     R = _power(r)
-    at = WIDE if R >= _LEAST else Blocks(64 // R, 128, 4)  # 64 sums a thread
+    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # 64 sums a thread
     blocks, steps, splits = _split(n, at.BN, m, at.BM)
-    out = each.residual.new_empty(splits, n, r)
-    inputs = (each.grad, each.residual, Qt.contiguous(), out, n, m, r)
+    out = matrix.residual.new_empty(splits, n, r)
+    inputs = (matrix.grad, matrix.residual, Qt.contiguous(), out, n, m, r)
     lowrank_kernel.right[blocks, splits](*inputs, STEPS=steps, R=R, **vars(at))  # pyright: ignore[reportIndexIssue]
     return out.sum(0) if splits > 1 else out[0]
 
 
-def _left(each: Matrix, P: Tensor) -> Tensor:
+def _left(matrix: Matrix, P: Tensor) -> Tensor:
     from shoestring.comm.codecs import lowrank_kernel
 
-    (n, m), r, R = each.grad.shape, P.shape[1], max(_LEAST, _power(P.shape[1]))
+    (n, m), r, R = matrix.grad.shape, P.shape[1], max(_SMALLEST, _power(P.shape[1]))
     blocks, steps, splits = _split(m, LEFT.BM, n, LEFT.BN)
-    out = each.residual.new_empty(splits, r, m)
-    inputs = (each.grad, each.residual, P.contiguous(), out, n, m, r)
+    out = matrix.residual.new_empty(splits, r, m)
+    inputs = (matrix.grad, matrix.residual, P.contiguous(), out, n, m, r)
     lowrank_kernel.left[blocks, splits](*inputs, STEPS=steps, R=R, **vars(LEFT))  # pyright: ignore[reportIndexIssue]
     return out.sum(0) if splits > 1 else out[0]
 
@@ -127,19 +127,19 @@ def _left(each: Matrix, P: Tensor) -> Tensor:
 def _outer(grad: Tensor, residual: Tensor, P: Tensor, Qt: Tensor, *, leaving: bool) -> None:
     from shoestring.comm.codecs import lowrank_kernel
 
-    (n, m), r, R = grad.shape, len(Qt), max(_LEAST, _power(len(Qt)))
+    (n, m), r, R = grad.shape, len(Qt), max(_SMALLEST, _power(len(Qt)))
     blocks = -(-n // OUTER.BN) * -(-m // OUTER.BM)
     inputs = (grad, residual, P.contiguous(), Qt.contiguous(), n, m, r)
     lowrank_kernel.outer[blocks,](*inputs, LEAVE=leaving, R=R, **vars(OUTER))  # pyright: ignore[reportIndexIssue]
 
 
 def _split(kept: int, block: int, summed: int, step: int) -> tuple[int, int, int]:
-    """Blocks of the side that is kept; steps along the other that a program sums up; and how many programs do so."""
+    """Blocks of the side that is kept; steps of a program along the other side; programs along that side."""
     blocks, steps = -(-kept // block), -(-summed // step)
-    each = _power(-(-steps // max(1, PROGRAMS // blocks)))  # of which there are few: each is compiled
-    return blocks, each, -(-steps // each)
+    steps_each = _power(-(-steps // max(1, PROGRAMS // blocks)))  # few different ones, because each is compiled
+    return blocks, steps_each, -(-steps // steps_each)
 
 
 def _power(least: int) -> int:
-    """The power of 2 from there on."""
+    """The smallest power of 2 that is at least `least`."""
     return 1 << (least - 1).bit_length()

@@ -1,7 +1,7 @@
-"""The kernels of `lowrank`, for devices that Triton compiles for. To be imported only where triton is.
+"""The kernels of `lowrank`, for devices that Triton compiles for. Import it only where Triton is installed.
 
-Matrices are contiguous: g and e (n, m), P (n, r), Qᵀ (r, m), of which all but g are fp32. R is r rounded up, to what
-tl.dot takes where that is used; products are in fp32, not tf32.
+Matrices are contiguous: g and e (n, m), P (n, r), Qᵀ (r, m). All but g are fp32. R is r rounded up to a size that
+tl.dot accepts, where it is used. Products are in fp32, not in tf32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def block(x: tl.tensor, rows: tl.tensor, cols: tl.tensor, n: tl.tensor, m: tl.tensor) -> tl.tensor:
-    """Some rows and columns of a matrix (n, m), in fp32; zero beyond its edges."""
+    """Load some rows and columns of a matrix (n, m), in fp32; zero beyond its edges."""
     at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
     return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -31,9 +31,9 @@ def right(
     BN: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:
-    """M Q for M = g + e, in parts: of a block of rows and a chunk of columns each."""
+    """M Q for M = g + e; each program computes a block of rows from a chunk of columns."""
     rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
-    THIN: tl.constexpr = R < 16  # by products of entries, each summed up in its own register until the end
+    THIN: tl.constexpr = R < 16  # elementwise products, each summed in its own register until the end
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
     for step in range(STEPS):
         cols = (split * STEPS + step) * BM + tl.arange(0, BM)
@@ -65,7 +65,7 @@ def left(
     BN: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:
-    """Pᵀ M for M = g + e, in parts: of a block of columns and a chunk of rows each."""
+    """Pᵀ M for M = g + e; each program computes a block of columns from a chunk of rows."""
     cols, ranks, split = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, R), tl.program_id(1)
     acc = tl.zeros([R, BM], tl.float32)
     for step in range(STEPS):
@@ -90,7 +90,7 @@ def outer(
     BN: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:
-    """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; of a block of rows and columns each."""
+    """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; each program computes a block of rows and columns."""
     across = (m + BM - 1) // BM
     place = tl.program_id(0)
     rows, cols = (place // across) * BN + tl.arange(0, BN), (place % across) * BM + tl.arange(0, BM)

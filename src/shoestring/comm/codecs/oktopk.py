@@ -1,8 +1,8 @@
-"""Ok-Topk: top-k of the sum, reduced by owners (Li and Hoefler, PPoPP 2022).
+"""Ok-Topk: the top k of the sum, by a sparse reduce-scatter and all-gather (Li and Hoefler, PPoPP 2022).
 
-Every rank owns a region of the flat gradient. Each sends every owner what it selected of that region; the owner sums,
-and all gather the owners' largest sums. A rank sends less than 6 k (P - 1) / P words, however many ranks P there are,
-where the gather of `topk.TopK` grows with them.
+Every rank owns a region of the flat gradient. Each rank sends every owner its selected entries of that region. The
+owner sums them, and an all-gather brings the owners' largest sums to all. A rank sends less than 6 k (P - 1) / P words,
+however many ranks P there are, while the all-gather of `TopKCodec` grows with P.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shoestring.comm.codecs.topk import FlatCodec, count_entries, keep_largest, 
 class OkTopKCodec(FlatCodec):
     """The k largest of the sums of what the ranks selected, k / P of each region.
 
-    The paper balances regions by gathering counts now and then; here all ranks know the indices of the last sums, and
-    draw the boundaries for the next step from how many fell into each parameter.
+    The paper balances regions by gathering counts from time to time. Here all ranks know the indices of the last sums,
+    and set the next step's regions by their number in each parameter.
 
-    State: "residual", cleared only where a rank's own selection and the sums' meet; it also takes what rounding takes.
-    "hits": how often each parameter was in the sums, lately.
+    State: "residual", cleared only where a rank's selection and the selected sums overlap; it also takes the rounding
+    error. "hits": a decaying count of selected sums in each parameter.
 
     Args:
-        slack: a message has room for this many times k / P entries; the smallest of what is over wait in the residual.
-        dtype: of values on the wire.
+        slack: capacity of a message as a multiple of k / P entries; the smallest entries beyond it go to the residual.
+        wire: data type of the values on the wire.
     """
 
     stages = 2
@@ -51,17 +51,17 @@ class OkTopKCodec(FlatCodec):
             return
         k = count_entries(n, self.density)
         room, share = min(n, math.ceil(self.slack * k / context.size)), min(n, math.ceil(k / context.size))
-        e = self.flat("residual", grads)
-        M = self.gathered(grads).add_(e)
+        e = self.flat_state("residual", grads)
+        M = self.flatten(grads).add_(e)
         hits = [self.get_state("hits", name, M.new_empty(())) for name in grads]
-        bounds = balance_regions([int(each) for each in torch.stack(hits).tolist()], sizes, context.size)
+        bounds = balance_regions([int(count) for count in torch.stack(hits).tolist()], sizes, context.size)
         where, what = _rows(M, select_exact(M, k), bounds, room)
         sent = (what + 0 * M.sum()).to(self.dtype)
         mine, theirs = yield [AllToAll(encode_indices(where, n)), AllToAll(sent)]
 
         start = min(bounds[context.rank], n - share)
         end = max(bounds[context.rank + 1], start + share)
-        # All that comes lies in this region, but for the places of zeros that fill up a message.
+        # All received entries are in this region, except the zeros that pad a message.
         received = decode_indices(mine, room, n).sub_(start).clamp_(0, end - start - 1)
         total = sum_entries(received, theirs.float(), out=M.new_empty(end - start))
         best = select_exact(total, share)
@@ -69,26 +69,27 @@ class OkTopKCodec(FlatCodec):
         rounded = sums.to(self.dtype)
         answers = yield [AllGather(encode_indices(largest[None], n)[0]), AllGather(rounded)]
 
-        found, values = decode_indices(answers[0], share, n), answers[1].float()
-        average = sum_entries(found, values / context.size, out=e)
+        indices, values = decode_indices(answers[0], share, n), answers[1].float()
+        average = sum_entries(indices, values / context.size, out=e)
         delivered = where.flatten()
         M.index_add_(0, delivered, sent.float().flatten() * (average[delivered] != 0), alpha=-1)
         M.index_add_(0, largest, (sums - rounded.float()) * (rounded != 0))
-        self.replace("residual", grads, M)
-        self._count(grads, hits, sizes, found[values != 0])
-        self.spread(grads, average)
+        self.replace_state("residual", grads, M)
+        self._count_hits(grads, hits, sizes, indices[values != 0])
+        self.unflatten(grads, average)
 
-    def _count(self, grads: Grads, hits: list[Tensor], sizes: Sequence[int], found: Tensor) -> None:
-        """Halve what was counted before: whole numbers, so that boundaries are equal on all ranks."""
-        ends = torch.tensor(list(accumulate(sizes)), device=found.device)
-        now = torch.bucketize(found, ends, right=True).bincount(minlength=len(sizes))
+    def _count_hits(self, grads: Grads, hits: list[Tensor], sizes: Sequence[int], indices: Tensor) -> None:
+        """Add to the halved counts; they stay whole numbers, so that regions are equal on all ranks."""
+        ends = torch.tensor(list(accumulate(sizes)), device=indices.device)
+        now = torch.bucketize(indices, ends, right=True).bincount(minlength=len(sizes))
         self.state["hits"].update(zip(grads, torch.stack(hits).div_(2).floor_().add_(now).unbind(), strict=True))
 
 
 def balance_regions(hits: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
-    """The starts of the ranks' regions, and the end: about as many hits in each, if those of a parameter are even.
+    """The starts of the ranks' regions, and the end, with about the same number of hits in each.
 
-    Every entry counts a little, so that regions without any hit are not unbounded.
+    Hits count as evenly spread over their parameter. Every entry has a small weight of its own, so that regions without
+    hits are bounded.
     """
     n, base = sum(sizes), sum(hits) // 16 + 1
     weights = [hit * n + base * size for hit, size in zip(hits, sizes, strict=True)]
@@ -102,7 +103,7 @@ def balance_regions(hits: Sequence[int], sizes: Sequence[int], ranks: int) -> li
 
 
 def _rows(M: Tensor, indices: Tensor, bounds: list[int], room: int) -> tuple[Tensor, Tensor]:
-    """Ascending indices and their entries of M by region: (ranks, room) each, filled up with zeros for any entry."""
+    """Ascending indices and their entries of M by region, (ranks, room) each, padded with zeros."""
     edges = torch.searchsorted(indices, torch.tensor(bounds, device=M.device)).tolist()
     where, what = [], []
     for rank, (start, end) in enumerate(pairwise(edges)):

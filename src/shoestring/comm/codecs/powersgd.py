@@ -2,13 +2,14 @@
 
 A matrix M = g + e of n x m travels as P (n x r) and Qᵀ (r x m). It departs from the paper in two ways:
 
-- The residual is e = M - P (Mᵀ P)ᵀ, what this rank's own projection leaves, not what the average leaves. Its mean over
-  the ranks is the same, but it does not hold M - mean(M), which walks randomly and cancels only while all ranks live.
-- `alternate` makes one half of the iteration a step, P and Q in turn: half the bytes and one exchange instead of two,
-  with a basis that is one step old. So does the authors' later package (epfml/powersgd).
+- The residual is e = M - P (Mᵀ P)ᵀ, the remainder of this rank's own projection rather than of the average. Its mean
+  over the ranks is the same, but it does not contain M - mean(M), which would be a random walk that cancels only while
+  no rank is lost.
+- With `alternate` each step computes half of the iteration, P and Q in turn: half the bytes and one round trip instead
+  of two, with a basis that is one step old. The authors' later package (epfml/powersgd) does the same.
 
-Memory is read six times a step, which is what it costs (`lowrank`). Q is kept transposed, so that both products run
-along rows: with Q as (m, r), they take three to four times as long on a CPU.
+A step is memory-bound: it reads memory six times (`lowrank`). Q is stored transposed, so that both products run along
+rows. With Q as (m, r) they take three to four times as long on a CPU.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, 
 from shoestring.comm.codecs.dense import flatten, unflatten
 from shoestring.comm.codecs.lowrank import Matrix, build_sum, decode, keep_remainder, multiply, project, undo_sum
 
-RELATIVE_JITTER = 1e-12  # of the trace: keeps the factorisation defined for matrices of lower rank
+RELATIVE_JITTER = 1e-12  # relative to the trace: keeps the factorisation defined for matrices of lower rank
 
 
 class PowerSGDCodec(Codec):
-    """Gradients of rank `rank`; vectors, and matrices for which that would save less than `least`, travel whole.
+    """Gradients of rank `rank`; vectors, and matrices that would shrink by less than `least`, are not compressed.
 
-    State: "residual"; and of each matrix its newest factor, either "Qt" (r, m) or "P" (n, r).
+    State: "residual", and the newest factor of each matrix, either "Qt" (r, m) or "P" (n, r).
 
     Args:
-        dtype: of P and Q on the wire.
-        least: the least ratio of sizes for which a matrix is compressed.
-        start: steps at the beginning that send everything whole.
+        dtype: data type of P and Q on the wire.
+        least: smallest compression ratio for which a matrix is compressed.
+        start: steps at the beginning that compress nothing.
     """
 
     shared = frozenset({"Qt", "P"})
@@ -72,38 +73,38 @@ class PowerSGDCodec(Codec):
         P = multiply(matrices)
         yield from average_tensors(P, whole, self.dtype)
         orthogonalise(P)
-        for each in matrices:
-            build_sum(each)
-        own = [project(each, P_) for each, P_ in zip(matrices, P, strict=True)]
+        for matrix in matrices:
+            build_sum(matrix)
+        own = [project(matrix, P_) for matrix, P_ in zip(matrices, P, strict=True)]
         mean = [Qt.clone() for Qt in own]
         try:
             yield from average_tensors(mean, [], self.dtype)
         except GeneratorExit:
-            for each in matrices:
-                undo_sum(each)
+            for matrix in matrices:
+                undo_sum(matrix)
             raise
-        for each, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
-            keep_remainder(each, P_, own_)
-            decode(each, P_, mean_)
-            self.state["Qt"][each.name] = mean_
+        for matrix, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
+            keep_remainder(matrix, P_, own_)
+            decode(matrix, P_, mean_)
+            self.state["Qt"][matrix.name] = mean_
 
     def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
-        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P the next basis.
+        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P is the next basis.
 
-        Or Q = mean(Mᵀ P) for such a P, and Q the next basis.
+        At every other step Q = mean(Mᵀ P) for an orthonormal P, and Q is the next basis.
         """
         matrices = _orthonormalise_bases(matrices)
         own = multiply(matrices)
         mean = [product.clone() for product in own]
         yield from average_tensors(mean, whole, self.dtype)
-        for each, own_, mean_ in zip(matrices, own, mean, strict=True):
-            P, Qt, kind, other = (own_, each.Qt, "P", "Qt") if each.P is None else (each.P, own_, "Qt", "P")
+        for matrix, own_, mean_ in zip(matrices, own, mean, strict=True):
+            P, Qt, kind, other = (own_, matrix.Qt, "P", "Qt") if matrix.P is None else (matrix.P, own_, "Qt", "P")
             assert P is not None and Qt is not None
-            build_sum(each)
-            keep_remainder(each, P, Qt)
-            decode(each, *((mean_, Qt) if each.P is None else (P, mean_)))
-            del self.state[other][each.name]
-            self.state[kind][each.name] = mean_
+            build_sum(matrix)
+            keep_remainder(matrix, P, Qt)
+            decode(matrix, *((mean_, Qt) if matrix.P is None else (P, mean_)))
+            del self.state[other][matrix.name]
+            self.state[kind][matrix.name] = mean_
 
     def _pays(self, grad: Tensor) -> bool:
         if grad.ndim < 2 or not grad.numel():
@@ -112,7 +113,7 @@ class PowerSGDCodec(Codec):
         return (n + m) * min(self.rank, n, m) * self.least < n * m
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
-        """With the basis that the step before left; at first one that is drawn, equally on all ranks."""
+        """A matrix with the basis from the step before; at first with a random basis, the same on all ranks."""
         rank, residual = min(self.rank, *grad.shape), self.get_state("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
@@ -124,8 +125,8 @@ class PowerSGDCodec(Codec):
 
 
 def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """A basis (r, m) with `rank` rows, for a run resumed with another rank: the first rows, or all rows and random
-    ones of about their length."""
+    """Give a basis (r, m) `rank` rows, for a run resumed with another rank: the first rows, or all and random ones of
+    about the same length."""
     r, m = basis.shape
     if r >= rank:
         return basis[:rank]
@@ -134,7 +135,7 @@ def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor
 
 
 def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
-    """Replace the factors, which travel as `dtype`, and the gradients that travel whole by their means over ranks."""
+    """Replace factors, which travel as `dtype`, and uncompressed gradients by their means over the ranks."""
     groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
     answers = yield [Mean(flatten(tensors, kind)) for tensors, kind in groups]
     for answer, (tensors, _) in zip(answers, groups, strict=True):
@@ -142,31 +143,34 @@ def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dty
 
 
 def _orthonormalise_bases(matrices: list[Matrix]) -> list[Matrix]:
-    """With orthonormal bases, copies."""
-    found = [
-        replace(each, P=None if each.P is None else each.P.clone(), Qt=None if each.Qt is None else each.Qt.clone())
-        for each in matrices
+    """The matrices with orthonormal bases, which are copies."""
+    copies = [
+        replace(
+            matrix,
+            P=None if matrix.P is None else matrix.P.clone(),
+            Qt=None if matrix.Qt is None else matrix.Qt.clone(),
+        )
+        for matrix in matrices
     ]
-    orthogonalise(
-        [basis for each in found for basis in (each.P, None if each.Qt is None else each.Qt.t()) if basis is not None]
-    )
-    return found
+    bases = [(matrix.P, None if matrix.Qt is None else matrix.Qt.t()) for matrix in copies]
+    orthogonalise([basis for pair in bases for basis in pair if basis is not None])
+    return copies
 
 
 def orthogonalise(matrices: list[Tensor]) -> None:
-    """Make the columns of each (n, r) matrix orthonormal, in place; all of one shape at once.
+    """Make the columns of each (n, r) matrix orthonormal, in place; all matrices of one shape at once.
 
-    By Cholesky: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. In fp64, for G squares the condition number. A
-    matrix of lower rank, or zero, gets columns that are orthogonal as far as its rank goes, and small beyond.
+    By Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It is in fp64, because G squares the
+    condition number. A matrix of lower rank gets as many orthogonal columns as its rank, and small ones beyond.
     """
     shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.shape, []).append(matrix)
-    for alike in shapes.values():
-        A = torch.stack(alike).double()
+    for same_shape in shapes.values():
+        A = torch.stack(same_shape).double()
         G = A.mT @ A
         trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
         G += torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) * (RELATIVE_JITTER * trace + 1e-200)
         L = torch.linalg.cholesky_ex(G)[0]
         solved = torch.linalg.solve_triangular(L, A.mT, upper=False).mT
-        foreach_copy_(alike, list(solved))
+        foreach_copy_(same_shape, list(solved))

@@ -14,13 +14,15 @@ from shoestring.comm.codecs.topk import FlatCodec, count_entries
 class RandomKCodec(FlatCodec):
     """The average of k random entries, the same on all ranks, by one all-reduce of k values.
 
-    State: "residual", where there is feedback.
+    State: "residual", where there is error feedback.
 
     Args:
-        density: the part of the entries that is sent, at least one block.
-        block: neighbours that are drawn together; memory is read in lines of at least 16 of them.
-        dtype: of the values on the wire. The residual keeps this rank's rounding; that of the ring's sums is lost.
-        feedback: keep what is not sent. Without it what is sent is scaled by n / k, which is unbiased and noisy.
+        density: fraction of entries sent, at least one block.
+        block: neighbouring entries that are drawn together; memory is read in lines of at least 16 entries.
+        dtype: data type of the values on the wire. The residual takes this rank's rounding error; the rounding error of
+            the ring's sums is lost.
+        feedback: keep unsent entries as a residual. Without it sent entries are scaled by n / k, which is unbiased but
+            noisy.
     """
 
     stages = 1
@@ -41,26 +43,26 @@ class RandomKCodec(FlatCodec):
         n = sum(grad.numel() for grad in grads.values())
         if not n:
             return
-        M = self.gathered(grads)
+        M = self.flatten(grads)
         if self.feedback:
-            M += self.flat("residual", grads)
-        indices = self.drawn(n, zlib.crc32(repr((self.seed, context.step, *grads)).encode()), M.device)
+            M += self.flat_state("residual", grads)
+        indices = self.draw(n, zlib.crc32(repr((self.seed, context.step, *grads)).encode()), M.device)
         own = M[indices] if self.feedback else M[indices] * (n / len(indices))
         sent = own.to(self.dtype)
-        # An entry that is not finite must show at once, though it may not be among those that are sent.
+        # A non-finite entry must show at once, even if it is not among those that are sent.
         (average,) = yield [Mean(sent + (0 * M.sum()).to(self.dtype))]
         out = M
         if self.feedback:
-            out = self.flat("residual", grads)
+            out = self.flat_state("residual", grads)
             M[indices] = own - sent
-            self.replace("residual", grads, M)
+            self.replace_state("residual", grads, M)
         out.zero_()[indices] = average.float()
-        self.spread(grads, out)
+        self.unflatten(grads, out)
 
-    def drawn(self, n: int, seed: int, device: torch.device) -> Tensor:
-        """Distinct indices below n: a block at random in each of equal strata.
+    def draw(self, n: int, seed: int, device: torch.device) -> Tensor:
+        """Draw distinct indices below n: a random block in each of several equal strata.
 
-        All are turned by a random number of entries, so that each has the same probability, however n divides.
+        All indices are rotated by a random offset, so that all have the same probability whatever n is.
         """
         block = min(self.block, n)
         blocks = n // block
@@ -68,6 +70,6 @@ class RandomKCodec(FlatCodec):
         generator = torch.Generator(device).manual_seed(seed)
         starts = torch.arange(k + 1, device=device) * blocks // k
         within = (torch.rand(k, generator=generator, dtype=torch.float64, device=device) * starts.diff()).long()
-        turn = torch.randint(n, (1, 1), generator=generator, device=device)
+        offset = torch.randint(n, (1, 1), generator=generator, device=device)
         drawn = (starts[:-1] + within)[:, None] * block + torch.arange(block, device=device)
-        return ((drawn + turn) % n).flatten()
+        return ((drawn + offset) % n).flatten()

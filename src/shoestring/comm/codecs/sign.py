@@ -1,4 +1,4 @@
-"""Signs with error feedback: one bit an entry both ways (EF-signSGD, Karimireddy et al., ICML 2019)."""
+"""Signs with error feedback: one bit an entry in both directions (EF-signSGD, Karimireddy et al., ICML 2019)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shoestring.comm.codecs.quantize import ReduceScatterCodec
 
 
 class SignCodec(ReduceScatterCodec):
-    """(‖M‖₁ / n) sign(M) of each bucket of n entries, to the owners and, of their averages, back.
+    """(‖M‖₁ / n) sign(M) of each bucket of n entries, before the reduce-scatter and again before the all-gather.
 
-    The paper's scale is one for each layer; one for each bucket leaves less out and costs 32 bits a bucket. A bucket
-    of zeros has scale 0 and stays zero. The sign of a single zero is +; the residual takes it back at the next step.
+    The paper has one scale a layer. One scale a bucket is more accurate, and costs 32 bits a bucket. A bucket of zeros
+    has scale 0 and stays zero. The sign of a single zero is +, and the residual corrects it at the next step.
     """
 
     offset = shift = 1
@@ -22,5 +22,5 @@ class SignCodec(ReduceScatterCodec):
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().sum(-1, keepdim=True).div_(entries)
-        signs = torch.ge(x, 0, out=torch.empty_like(x))  # into fp32: as Booleans it would take four times as long
+        signs = torch.ge(x, 0, out=torch.empty_like(x))  # into fp32, because Booleans take four times as long
         return signs.mul_(2).sub_(1), scale

@@ -1,9 +1,9 @@
 """The codec of SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest entries of each chunk, at two bits, with decay.
 
-Three things differ from the paper's code. An entry's two bits are its sign and which of two magnitudes it has, of the
-chunk rather than of the tensor: 4 bytes more a chunk, and one in which nothing happened says nothing. The mean is over
-all ranks, not over those that sent an entry, so that what is sent and what is kept add up to what there was. And
-indices take 8 bits rather than 12, for they are sent in order.
+Three things differ from the paper's code. The two bits of an entry are its sign and one of two magnitudes, which belong
+to the chunk and not to the tensor: this costs 4 bytes a chunk, and a chunk of zeros sends zeros. The mean is over all
+ranks, not only over those that sent an entry, so that sent entries and residuals add up to the gradient. And indices
+take 8 bits instead of 12, because they are sent in ascending order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CHUNK = 4096  # entries
 
 
 class SparseLoCoCodec(Codec):
-    """Of every 4096 entries the `k` largest: M = beta e + g; e = M - what of it was sent.
+    """The `k` largest entries of every chunk of 4096: M = beta e + g; e = M - the entries of M that were sent.
 
-    State: "residual". Tensors are cut into chunks as they lie in memory, each for itself.
+    State: "residual". Each tensor is cut into chunks in memory order.
 
     Args:
-        k: entries of each chunk.
+        k: entries sent of each chunk.
         beta: decay of the residual at each exchange.
     """
 
@@ -63,8 +63,12 @@ class SparseLoCoCodec(Codec):
 
 
 def cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Room for all tensors, each from the start of a chunk: (zeros (chunks, CHUNK), its parts in the tensors' shapes,
-    how many entries of each chunk are no padding (chunks,))."""
+    """Allocate chunks for all tensors, each of which starts a new chunk.
+
+    Returns:
+        Zeros (chunks, CHUNK); views of them in the tensors' shapes; the number of entries of each chunk that are not
+        padding (chunks,).
+    """
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
     starts = list(accumulate(counts, initial=0))
     room = torch.zeros(starts[-1], CHUNK, device=tensors[0].device)
@@ -76,10 +80,10 @@ def cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Te
 
 
 def quantize(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (chunks, k) as codes of two bits in uint8, and two magnitudes a chunk in bf16.
+    """Quantise values (chunks, k) to codes of two bits in uint8 and two magnitudes a chunk in bf16.
 
-    The magnitudes are the means of those up to the chunk's mean and of those above it; entries that do not count are
-    left out of them.
+    One magnitude is the mean of those up to the chunk's mean, the other the mean of those above it. Padding, where
+    `counts` is false, enters neither.
     """
     size, weight = values.abs(), counts.to(values.dtype)
     middle = weighted_mean(size, weight)
@@ -89,11 +93,11 @@ def quantize(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Along the last dimension, which stays; 0 where nothing counts."""
+    """The weighted mean over the last dimension, which is kept; 0 where all weights are 0."""
     return (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=1)
 
 
 def dequantize(codes: Tensor, levels: Tensor) -> Tensor:
-    """The inverse of `quantized`, in fp32."""
+    """The inverse of `quantize`, in fp32."""
     sizes = levels.float().gather(1, (codes & 1).long())
     return torch.where(codes > 1, -sizes, sizes)

@@ -18,13 +18,13 @@ from shoestring.comm.codecs.quantize import add_noise_, make_generator
 class TernGradCodec(Codec):
     """s sign(g) b of each tensor, where b is 1 with probability |g| / s and s is shared by the ranks; no state.
 
-    Without bias but for clipping, so without a residual. Entries are clipped at s, the largest over the ranks of
-    min(max |g|, 2.5 σ): the paper clips at each rank's own, which only adds bias where the scale is shared.
+    It is unbiased except for clipping, so it has no residual. Entries are clipped at s, the largest min(max |g|, 2.5 σ)
+    of all ranks. The paper clips at each rank's own value, which only adds bias because the scale is shared.
 
     Args:
-        clip: in standard deviations, about zero and not about the mean: a tensor of equal entries is not clipped away.
-        owners: sum at owners and gather the sums, exactly: a third stage, but bytes that do not grow with the ranks.
-            They are fewer from three ranks on.
+        clip: in standard deviations about zero rather than about the mean, so that a tensor of equal entries survives.
+        reduce_scatter: each rank sums one shard exactly, and the sums are gathered. This is a third stage, but its
+            bytes do not grow with the number of ranks. They are fewer from three ranks on.
     """
 
     def __init__(self, *, clip: float = 2.5, reduce_scatter: bool = False, seed: int = 0) -> None:
@@ -51,28 +51,28 @@ class TernGradCodec(Codec):
         unflatten(flat, tensors)
 
     def _scales(self, parts: list[Tensor]) -> Tensor:
-        """(layers,) the largest magnitude of each, but at most 2.5 σ."""
+        """The largest magnitude of each tensor, but at most 2.5 σ: (layers,)."""
         largest = torch.stack([part.abs().amax() for part in parts])
         sigma = torch.stack([torch.linalg.vector_norm(part) / part.numel() ** 0.5 for part in parts])
         return torch.minimum(largest, self.clip * sigma)
 
 
 def _gather_and_sum(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
-    """The sums over the ranks of levels (n,) from 0 to 2: gather all, sum here."""
+    """Sum levels (n,) from 0 to 2 over the ranks: gather all, and sum on every rank."""
     (theirs,) = yield [AllGather(pack(levels[None], 2)[0])]
     sums = levels.new_zeros(len(levels), dtype=_counter_dtype(ranks))
-    for each in theirs:
-        sums += unpack(each[None], 2, len(levels))[0]
+    for packed in theirs:
+        sums += unpack(packed[None], 2, len(levels))[0]
     return sums
 
 
 def _reduce_scatter(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:
-    """The same, each rank summing an equal part of the entries."""
+    """The same sums; each rank sums one shard of the entries, and the sums are gathered."""
     rows = F.pad(levels, (0, -len(levels) % ranks)).view(ranks, -1)
     (theirs,) = yield [AllToAll(pack(rows, 2))]
-    part = unpack(theirs, 2, rows.shape[1]).sum(0, dtype=_counter_dtype(ranks))
+    shard = unpack(theirs, 2, rows.shape[1]).sum(0, dtype=_counter_dtype(ranks))
     bits = (2 * ranks).bit_length()
-    (sums,) = yield [AllGather(pack(part[None], bits)[0])]
+    (sums,) = yield [AllGather(pack(shard[None], bits)[0])]
     return unpack(sums, bits, rows.shape[1]).flatten()[: len(levels)]
 
 

@@ -1,8 +1,8 @@
 """Top-k sparsification with error feedback (Aji and Heafield 2017; Stich et al., NeurIPS 2018).
 
-What is selected travels by one all-gather: values as fp32, bf16 or a few bits, and Elias-Fano coded indices. The
-number of entries follows from sizes alone. Selection by a threshold from a sample is Deep Gradient Compression's (Lin
-et al., ICLR 2018), that by counting is MSTopK (Shi et al., MLSys 2021).
+The selected entries travel by one all-gather: values as fp32, bf16 or a few bits, and Elias-Fano coded indices. The
+number of entries depends only on sizes. Selection by a threshold from a sample is from Deep Gradient Compression (Lin
+et al., ICLR 2018). Selection by counting is MSTopK (Shi et al., MLSys 2021).
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from shoestring.comm.codecs.fused import WeightedSum
 Selection = Literal["exact", "sampled", "mstopk"]
 WireType = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
-RANK = 128  # of the threshold among the magnitudes of a sample
-SAMPLES = 2**17  # and no more than these
-BLOCK = 2**17  # entries that are compared at once: fp32 and their magnitudes stay in the cache
-BUCKET = 512  # values that share a least and a largest magnitude
+RANK = 128  # rank of the threshold among the magnitudes of a sample
+SAMPLES = 2**17  # largest number of entries in a sample
+BLOCK = 2**17  # entries that are compared at once: values and magnitudes fit the cache
+BUCKET = 512  # values that share a smallest and a largest magnitude
 ATTEMPTS = 10
 
 
 class FlatCodec(Codec):
     """A codec that works on all gradients of an exchange as one flat fp32 tensor.
 
-    The parameters' kept states are views of flat tensors, so state is replaced by exchanging rooms, without a copy.
+    The parameters' states are views of flat tensors, so state is replaced by swapping buffers, without a copy.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._flats: dict[tuple[str, ...], tuple[Tensor, list[Tensor]]] = {}
-        self._rooms: dict[tuple[str, ...], Tensor] = {}
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
 
-    def gathered(self, grads: Grads) -> Tensor:
-        """A copy of all entries as one tensor, in room that is given back by `spread` or kept by `replace`."""
+    def flatten(self, grads: Grads) -> Tensor:
+        """Copy all entries into one tensor, a buffer that `unflatten` gives back or `replace_state` keeps."""
         tensors = list(grads.values())
-        room = self._rooms.pop(tuple(grads), None)
-        if room is None:
+        buffer = self._buffers.pop(tuple(grads), None)
+        if buffer is None:
             return flatten(tensors)
-        foreach_copy_(split_like(room, tensors), tensors)
-        return room
+        foreach_copy_(split_like(buffer, tensors), tensors)
+        return buffer
 
-    def spread(self, grads: Grads, flat: Tensor) -> None:
-        """The inverse of `gathered`."""
+    def unflatten(self, grads: Grads, flat: Tensor) -> None:
+        """The inverse of `flatten`; gives the buffer back."""
         unflatten(flat, list(grads.values()))
-        self._rooms[tuple(grads)] = flat
+        self._buffers[tuple(grads)] = flat
 
-    def flat(self, kind: str, grads: Grads) -> Tensor:
-        """`keep` as one tensor that shares its memory."""
-        kept = self.get_states(kind, grads)
+    def flat_state(self, kind: str, grads: Grads) -> Tensor:
+        """`get_states` as one tensor that shares its memory."""
+        states = self.get_states(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
-        if whole is None or any(mine is not part for mine, part in zip(kept, parts, strict=True)):
+        if whole is None or any(mine is not part for mine, part in zip(states, parts, strict=True)):
             self._forget(kind, grads)
-            whole = flatten(kept)
-            self.replace(kind, grads, whole)
+            whole = flatten(states)
+            self.replace_state(kind, grads, whole)
         return whole
 
     def _forget(self, kind: str, grads: Grads) -> None:
-        """Free what served these parameters in other company."""
+        """Free buffers that served these parameters in other cohorts."""
         for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
             del self._flats[key]
-        for key in [key for key in list(self._rooms) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
-            del self._rooms[key]
+        for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
+            del self._buffers[key]
 
-    def replace(self, kind: str, grads: Grads, whole: Tensor) -> None:
-        """Make `whole` the kept state."""
+    def replace_state(self, kind: str, grads: Grads, whole: Tensor) -> None:
+        """Make the flat tensor `whole` the state."""
         parts = split_like(whole, list(grads.values()))
         self._flats[kind, *grads] = whole, parts
         self.state[kind].update(zip(grads, parts, strict=True))
@@ -84,11 +84,12 @@ class SparseCodec(FlatCodec):
     """A codec that sends selected entries. State: "residual".
 
     Args:
-        density: the part of the entries that is selected, at least one.
-        how: "exact" are the k largest magnitudes. "sampled" are k above a threshold that lets through at most 1.3 k.
-            "mstopk" are those above the least threshold found that lets through at most k, and then any of the next.
-        wire: what values travel as; the residual keeps what rounding takes from them.
-        per_layer: select in each parameter, instead of in all together.
+        density: fraction of entries selected, at least one entry.
+        selection: "exact" selects the k largest magnitudes. "sampled" selects k entries above a threshold that at most
+            1.3 k entries pass. "mstopk" selects those above the lowest threshold found that at most k entries pass,
+            and fills up with any of the next.
+        wire: data type of the values on the wire; the residual takes the rounding error.
+        per_layer: select in each parameter, instead of over all parameters together.
     """
 
     stages = 1
@@ -102,71 +103,74 @@ class SparseCodec(FlatCodec):
         self.wire: WireType = wire
 
     def select(self, terms: WeightedSum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
-        """What is sent of M, the sum of `terms`, whose parts have these sizes; M is in the place of `terms.g` then.
+        """Select the entries to send of M, the sum of `terms`, whose parts have these sizes; builds M in `terms.g`.
 
         Returns:
             Indices (k,), ascending, and values (k,), non-finite if M is, anywhere. k is the same on all ranks.
         """
         start, indices, values = 0, [], []
         for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
-            where, what = select_entries(
+            chosen, taken = select_entries(
                 terms.part(slice(start, start + size)), count_entries(size, density), self.selection
             )
-            indices.append(where + start)
-            values.append(what)
+            indices.append(chosen + start)
+            values.append(taken)
             start += size
         return torch.cat(indices), torch.cat(values)
 
     def encode(self, indices: Tensor, values: Tensor, n: int) -> tuple[list[Request], Tensor]:
-        """What travels of k of n entries, and the values (k,) that the others will read."""
+        """Encode k of n entries as requests, and return the values (k,) that the other ranks will decode."""
         coded = encode_values(values, self.wire)
-        sent = values if self.wire == "fp32" else decode_values([each[None] for each in coded], self.wire, len(values))
-        return [AllGather(each) for each in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
+        sent = (
+            values if self.wire == "fp32" else decode_values([tensor[None] for tensor in coded], self.wire, len(values))
+        )
+        return [AllGather(tensor) for tensor in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
     def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
-        """The average of what all ranks sent, in `out`."""
+        """Write the average of all ranks' entries into `out`."""
         values = decode_values(answers[1:], self.wire, k)
         return sum_entries(decode_indices(answers[0], k, len(out)), values / len(values), out)
 
 
 class TopKCodec(SparseCodec):
-    """The largest entries of gradient and residual. See `Sparse` for the arguments."""
+    """The largest entries of gradient plus residual. See `SparseCodec` for the arguments."""
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         sizes = [grad.numel() for grad in grads.values()]
         if not sum(sizes):
             return
-        e, M = self.flat("residual", grads), self.gathered(grads)
+        e, M = self.flat_state("residual", grads), self.flatten(grads)
         indices, values = self.select(WeightedSum(M, e), sizes, self.density)
         requests, sent = self.encode(indices, values, len(M))
         answers = yield requests
         M[indices] = values - sent
-        self.replace("residual", grads, M)
-        self.spread(grads, self.decode(answers, len(indices), out=e))
+        self.replace_state("residual", grads, M)
+        self.unflatten(grads, self.decode(answers, len(indices), out=e))
 
 
 def count_entries(n: int, density: float) -> int:
+    """The number of entries that a density selects of n, at least one."""
     return min(n, max(1, round(density * n)))
 
 
 def sum_entries(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """Put the sum of every rank's entries (ranks, k) into `out`, zero elsewhere; always in the order of the ranks."""
+    """Write the sum of all ranks' entries (ranks, k) into `out`, zero elsewhere; summed in the order of the ranks."""
     out.zero_()
-    for where, what in zip(indices, values, strict=True):
-        out.index_add_(0, where, what)
+    for own_indices, own_values in zip(indices, values, strict=True):
+        out.index_add_(0, own_indices, own_values)
     return out
 
 
 def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Tensor, Tensor]:
-    """Indices (k,), ascending, and values of one sum of terms: by the kernel that reads memory once, if it can be."""
+    """Select ascending indices (k,) and values of one sum of terms, by the one-pass kernel where it is available."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        threshold, _ = estimate_thresholds(terms.sampled(_stride(n, k)).abs(), n, k)
-        if found := fused.pick_entries(terms, k, threshold, largest=selection == "exact"):
-            return found
+        threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k)
+        if picked := fused.pick_entries(terms, k, threshold, largest=selection == "exact"):
+            return picked
         M = terms.g
     else:
-        M = terms.built()
+        M = terms.build()
     indices = SELECTIONS[selection](M, k)
     return indices, M[indices] + 0 * M.sum()
 
@@ -182,7 +186,7 @@ def select_exact(x: Tensor, k: int) -> Tensor:
 
 
 def select_sampled(x: Tensor, k: int) -> Tensor:
-    """Any k, evenly spread, of at most 1.3 k above a threshold; the largest ones if it let through more."""
+    """Any k, evenly spread, of at most 1.3 k entries above a threshold; the k largest if more entries pass it."""
     if 4 * k > len(x):
         return select_exact(x, k)
     hits = _candidates(x, k)
@@ -192,7 +196,7 @@ def select_sampled(x: Tensor, k: int) -> Tensor:
 
 
 def select_mstopk(x: Tensor, k: int) -> Tensor:
-    """MSTopK's threshold search between the mean and the largest magnitude, on what can still be selected."""
+    """MSTopK's search for a threshold between the mean and the largest magnitude, among the remaining entries."""
     a = x.abs()
     low, high = float(a.mean()), float(a.amax())
     certain, rest = indices_above(x, high), None
@@ -237,12 +241,12 @@ def indices_above(x: Tensor, threshold: float) -> Tensor:
         return (x.abs() > threshold).nonzero().view(-1)
     # By numpy: torch's comparison and `nonzero` are 3 and 6 times slower on the CPU.
     blocks = (x[start : start + BLOCK].numpy() for start in range(0, len(x), BLOCK))
-    found = [np.flatnonzero(np.abs(block) > threshold) + at * BLOCK for at, block in enumerate(blocks)]
-    return torch.from_numpy(np.concatenate(found))
+    above = [np.flatnonzero(np.abs(block) > threshold) + at * BLOCK for at, block in enumerate(blocks)]
+    return torch.from_numpy(np.concatenate(above))
 
 
 def _candidates(x: Tensor, k: int) -> Tensor:
-    """Indices of the k largest magnitudes and a few more, from a threshold that a sample says is low enough."""
+    """Indices of the k largest magnitudes and a few more, by a threshold estimated from a sample."""
     likely, surer = estimate_thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
     hits = indices_above(x, float(likely))
     for threshold in (float(surer), 0.0):
@@ -280,10 +284,10 @@ def _filled(hits: Tensor, k: int) -> Tensor:
 
 
 def encode_values(values: Tensor, form: WireType) -> list[Tensor]:
-    """Values (k,) as tensors to gather.
+    """Encode values (k,) as tensors to gather.
 
-    An integer is a sign and the level of the magnitude between the least and the largest of its bucket: of selected
-    values none is near zero. Rounding a value takes less from it than there is.
+    An integer holds a sign and the level of the magnitude between the smallest and the largest of its bucket, because
+    no selected value is near zero. The rounding error is smaller than the value itself.
     """
     if form in ("fp32", "bf16"):
         return [values.to(torch.bfloat16 if form == "bf16" else torch.float32)]
@@ -298,7 +302,7 @@ def encode_values(values: Tensor, form: WireType) -> list[Tensor]:
 
 
 def decode_values(coded: Sequence[Tensor], form: WireType, k: int) -> Tensor:
-    """(ranks, k) in fp32, of every rank's `encode_values`."""
+    """The inverse of `encode_values` for all ranks: (ranks, k) in fp32."""
     if form in ("fp32", "bf16"):
         return coded[0].float()
     scales, packed = coded
