@@ -359,7 +359,7 @@ def test_the_hypernetwork_climbs_the_gradient_of_its_objective():
                 ends.append(objective(moved))
             slope[index] = (ends[0] - ends[1]) / 2e-5
     length = math.sqrt(sum(float((slope**2).sum()) for slope in slopes.values()))
-    after = net._learnt(notes, known)
+    after = net._learn(notes, known)
     for key, slope in slopes.items():
         np.testing.assert_allclose((after[key] - notes[key]) / 1e-6, slope / length, atol=1e-4)
 

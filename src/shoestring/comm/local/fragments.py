@@ -1,4 +1,4 @@
-"""Which parameters are merged together, and the outer optimizer's copy of them."""
+"""Groups of parameters that are merged together, and the outer optimizer's copy of them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from shoestring.models.blocks import repeated
 
 
 def group_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of trained parameters that stay together: those of each repeated layer, and each of the others."""
+    """Names of trained parameters that stay together: all of each repeated layer, and each other parameter alone."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found, left = [], dict(names)
+    layers, left = [], dict(names)
     for block in repeated(model):
-        found.append([name for parameter in block.parameters() if (name := left.pop(parameter, None)) is not None])
-    return [unit for unit in found if unit] + [[name] for name in left.values()]
+        layers.append([name for parameter in block.parameters() if (name := left.pop(parameter, None)) is not None])
+    return [layer for layer in layers if layer] + [[name] for name in left.values()]
 
 
 def assign_fragments(model: nn.Module, count: int, layout: str) -> list[list[str]]:
-    """The units of a model as `count` groups: layers strided or in sequence, the others where there is least."""
+    """Assign a model's parameters to `count` fragments: layers by `layout`, other parameters to the smallest ones."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers, groups = [unit for unit in group_parameters(model) if len(unit) > 1], [[] for _ in range(count)]
     others = [name for unit in group_parameters(model) if len(unit) == 1 for name in unit]
     for index, unit in enumerate(layers):
         groups[index % count if layout == "strided" else index * count // len(layers)] += unit
     for name in sorted(others, key=lambda name: -sizes[name]):
-        min(groups, key=lambda group: sum(sizes[each] for each in group)).append(name)
+        min(groups, key=lambda group: sum(sizes[member] for member in group)).append(name)
     return groups
 
 
 class Fragment:
-    """Parameters that are merged together, and the outer optimizer's copy of this rank's part of them.
+    """Parameters that are merged together, and the outer optimizer's copy of this rank's shard of them.
 
     Args:
-        phase: it is due after every step n with n = phase modulo `every`.
+        phase: the fragment is exchanged after every step n with n = phase modulo `every`.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], phase: int, momentum: bool) -> None:
@@ -48,50 +48,50 @@ class Fragment:
 
     @property
     def weights(self) -> list[Tensor]:
-        """This rank's part of each parameter, as it lies now: sharding may put others in their place."""
+        """This rank's shard of each parameter, looked up anew, because sharding may replace the tensors."""
         return [local_shard(parameter) for parameter in self.parameters.values()]
 
-    def behind(self) -> Tensor:
-        """The pseudo-gradient Delta, flat."""
+    def pseudo_gradient(self) -> Tensor:
+        """The pseudo-gradient Delta = theta_old - theta, as one flat tensor."""
         flat = flatten(self.weights, self.dtype)
         return torch.sub(self.anchor, flat, out=flat)
 
-    def advance(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
-        """One step of the outer optimizer, SGD as torch has it; overwrites `mean`."""
+    def step_outer(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
+        """Make one step of the outer optimizer, SGD as in torch; overwrites `mean`."""
         if self.velocity is not None and momentum:
             self.velocity.mul_(momentum).add_(mean)
             mean = mean.add_(self.velocity, alpha=momentum) if nesterov else self.velocity
         self.anchor.sub_(mean, alpha=lr)
 
     def adopt(self, alpha: float = 0.0) -> None:
-        """Take the outer optimizer's weights, but for a share of the replica's own."""
+        """Set the replica's weights to alpha theta + (1 - alpha) theta_new, theta_new being the outer optimizer's."""
         flat = self.anchor
         if alpha:
             flat = flatten(self.weights, self.dtype).lerp_(self.anchor, 1 - alpha)
         unflatten(flat, self.weights)
 
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor by the parameters' names."""
+    def split_named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Split a flat tensor into views by parameter name."""
         return dict(zip(self.parameters, split_like(flat, self.weights), strict=True))
 
-    def whole(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same for saving: sharded as the parameters are."""
-        return {name: _like(part, self.parameters[name]) for name, part in self.named(flat).items()}
+    def to_saved(self, flat: Tensor) -> dict[str, Tensor]:
+        """Split a flat tensor for saving, sharded as the parameters are."""
+        return {name: _shard_like(part, self.parameters[name]) for name, part in self.split_named(flat).items()}
 
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
-        """The inverse of `whole`, into `flat`."""
-        parts = [_part(saved[name], parameter) for name, parameter in self.parameters.items()]
+        """The inverse of `to_saved`, into `flat`."""
+        parts = [_own_shard(saved[name], parameter) for name, parameter in self.parameters.items()]
         foreach_copy_(split_like(flat, self.weights), parts)
 
 
-def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+def _shard_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
-def _part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+def _own_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     whole = whole.to(parameter.device)

@@ -1,9 +1,9 @@
-"""Replicas that train on their own, and an outer optimizer that follows the mean of how far they came.
+"""Replicas that train on their own, and an outer optimizer that steps along their mean change.
 
 After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
-pseudo-gradients as a gradient of theta_old, and all replicas go on from where that takes it (DiLoCo, arXiv 2311.08105).
-Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and lets the replicas go on while
-an exchange travels: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new.
+pseudo-gradients as a gradient of theta_old, and all replicas continue from the result (DiLoCo, arXiv 2311.08105).
+Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and overlaps each exchange with
+training: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from shoestring.core.trace import span
 if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
 
-LOWER = "the last save is good; resume with a lower learning rate or with [optim.clip]"
+LOWER = "the last checkpoint is usable; resume with a lower learning rate or with [optim.clip]"
 
-# What a rank tells all others with every exchange, as columns of one row.
-ASKED, FAILED, BROKEN, TOKENS = range(4)  # to stop; its loss, at this step; its weights; targets since it last told
+# Columns of the row that every rank sends with each exchange: its vote to stop; the step of its non-finite loss, or 0;
+# whether its weights are not finite; its target tokens since the last row.
+ASKED, FAILED, BROKEN, TOKENS = range(4)
 
 
 # -- exchanges --------------------------------------------------------------------------------------------------------
@@ -46,53 +47,53 @@ ASKED, FAILED, BROKEN, TOKENS = range(4)  # to stop; its loss, at this step; its
 
 @dataclass(eq=False)
 class PendingMerge:
-    """Fragments whose pseudo-gradients travel; those become means once `told`, what all ranks said, is there."""
+    """Fragments whose pseudo-gradients are being exchanged; they are means once `status`, all ranks' rows, is there."""
 
     fragments: list[int]
     due: int  # the step after which they are merged
-    plain: bool  # averaged, without the outer optimizer
+    plain: bool  # averaged without the outer optimizer
     means: list[Tensor]
     buffers: list[Tensor]
-    told: WorkerTask[Tensor]
+    status: WorkerTask[Tensor]
 
 
 class ReplicaChannel:
-    """Exchanges on a thread of its own, in the order in which they were asked for."""
+    """A thread that runs the exchanges between replicas, in the order of their submission."""
 
     def __init__(self, job: Job, sharded: bool) -> None:
         world = job.world
-        # Where a replica is sharded over the ranks of its host, each has its own part to exchange with other hosts.
+        # Where a replica is sharded over the ranks of its host, each rank exchanges its own shard with the other hosts.
         self.route = Route(world, (HOSTS,) if sharded else DATA, torus=True)
-        spare = self.route.outer.size == world.ranks_over(DATA)
-        self.council = self.route.outer if spare else Wire(world.group(DATA), world.device)
+        reuse = self.route.outer.size == world.ranks_over(DATA)
+        self.status_wire = self.route.outer if reuse else Wire(world.group(DATA), world.device)
         self.worker = Worker("shoestring-outer", world.device)
 
     def close(self) -> None:
         if self.worker.close():
             self.route.close()
-            self.council.close()
+            self.status_wire.close()
 
     @property
     def sent(self) -> int:
-        wires = {self.route.outer, self.council}
+        wires = {self.route.outer, self.status_wire}
         return sum(wire.sent for wire in wires)
 
     def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> WorkerTask[Tensor]:
         """Replace tensors by their means over the replicas, later; the result is all ranks' rows, on the CPU."""
         collectives = 2 + sum(2 * codec.stages + 2 for codec, _ in loads)
         task = WorkerTask[Tensor](
-            f"the merge of the replicas that began at step {step}", collectives * self.council.timeout
+            f"the merge of the replicas that began at step {step}", collectives * self.status_wire.timeout
         )
         return self.worker.submit(task, partial(self._exchange, loads, row, step, task.what))
 
     def _exchange(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int, what: str) -> Tensor:
         with naming_failures(what):
-            (rows,) = self.council.start([AllGather(row)])()
+            (rows,) = self.status_wire.start([AllGather(row)])()
             rows = rows.cpu()
-            if not any_failed(rows):  # what is not finite must not enter a residual
+            if not any_failed(rows):  # non-finite entries must not enter a residual
                 for codec, grads in loads:
-                    held = {name: grad for name, grad in grads.items() if grad.numel()}
-                    if held and not self.route.run(codec, held, step):
+                    nonempty = {name: grad for name, grad in grads.items() if grad.numel()}
+                    if nonempty and not self.route.run(codec, nonempty, step):
                         raise NonFiniteError(f"the mean of the replicas' steps overflowed at step {step}", hint=LOWER)
             return rows
 
@@ -103,7 +104,7 @@ class OuterOptimizer:
     def __init__(self, job: Job, settings: LocalSteps) -> None:
         self.job, self.settings = job, settings
         self.sharded = job.engine == "fsdp" and settings.replica == "host"
-        self.link = ReplicaChannel(job, self.sharded)
+        self.channel = ReplicaChannel(job, self.sharded)
         self.codec, self.dense = settings.make_codec(), DenseCodec()
         parameters = dict(job.module.named_parameters())
         groups = assign_fragments(job.module, settings.fragments, settings.layout)
@@ -115,18 +116,18 @@ class OuterOptimizer:
             ]
         persistent = job.module.state_dict(keep_vars=True)
         self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
-        self.flights: list[PendingMerge] = []
-        self.asked = self.agreed = False  # to stop: by this rank; by all, at a merge
+        self.pending: list[PendingMerge] = []
+        self.asked = self.agreed = False  # votes to stop: of this rank; of any rank, agreed at a merge
         self.error: NonFiniteError | None = None
-        self.failed = 0  # the step of that
-        self.told = job.progress.tokens  # when this rank last told how many it has seen
-        self.meter = _MergeMetrics(job, settings, self.link)
+        self.failed = 0  # the step of that error
+        self.reported_tokens = job.progress.tokens  # progress at this rank's last row
+        self.metrics = _MergeMetrics(job, settings, self.channel)
 
     def close(self) -> None:
-        self.link.close()
+        self.channel.close()
 
     def refuse(self, error: NonFiniteError) -> None:
-        """Instead of ending alone: go on without steps of the optimizer until all replicas meet, and end together."""
+        """Continue without optimizer steps until the next merge, so that all ranks end together."""
         if self.error is None:
             self.error, self.failed = error, self.job.progress.step + 1
 
@@ -135,77 +136,77 @@ class OuterOptimizer:
         """Work for Phase.OUTER."""
         step, settings = self.job.progress.step + 1, self.settings
         self.asked |= self.job.stopping
-        late = self._land([flight for flight in self.flights if flight.due <= step])
+        late = self._finish([merge for merge in self.pending if merge.due <= step])
         merged: list[int] = []
-        level = self.job.progress.last or step <= settings.start
-        due = [i for i, each in enumerate(self.fragments) if (step - each.phase) % settings.every == 0]
-        if due and not level and not self.agreed:
+        merges_all = self.job.progress.last or step <= settings.start
+        due = [i for i, fragment in enumerate(self.fragments) if (step - fragment.phase) % settings.every == 0]
+        if due and not merges_all and not self.agreed:
             self._send(due, step, step + settings.delay)
             if not settings.delay:
-                merged = self._land(self.flights)
-        if level or self.agreed:
-            self._level(step, late, merged)
+                merged = self._finish(self.pending)
+        if merges_all or self.agreed:
+            self._merge_all(step, late, merged)
         self.job.stopping = self.agreed
-        self.meter.read()
+        self.metrics.publish()
 
-    def _level(self, step: int, late: Sequence[int], merged: Sequence[int]) -> None:
-        """Merge what replicas have done since they last sent it, so that all are equal and no step is lost.
+    def _merge_all(self, step: int, late: Sequence[int], merged: Sequence[int]) -> None:
+        """Merge all steps since the last exchange of each fragment, so that replicas are equal and no step is lost.
 
         Args:
-            late: fragments whose outer step was made at this step, from an exchange that began before. What replicas
-                did meanwhile is averaged: the outer optimizer's velocity must not move them twice.
+            late: fragments whose outer step was made at this step, from an exchange that began earlier. The steps since
+                then are averaged plainly, because the outer optimizer's velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
-        late = [*late, *self._land(self.flights)]
+        late = [*late, *self._finish(self.pending)]
         rest = [i for i in range(len(self.fragments)) if i not in late and i not in merged]
         for fragments, plain in ((rest, step <= self.settings.start), (late, True)):
             if fragments:
                 self._send(fragments, step, step, plain=plain)
-        self._land(self.flights)
+        self._finish(self.pending)
         for fragment in self.fragments:
             fragment.adopt()
 
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False) -> None:
-        means = [self.fragments[i].behind() for i in fragments]
+        means = [self.fragments[i].pseudo_gradient() for i in fragments]
         buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments else []
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
-            grads |= self.fragments[i].named(mean)
+            grads |= self.fragments[i].split_named(mean)
         loads = [(self.dense if plain else self.codec, grads), (self.dense, number_tensors(buffers))]
-        told = self.link.send(loads, self._row(means), step)
-        self.flights.append(PendingMerge(fragments, due, plain, means, buffers, told))
+        status = self.channel.send(loads, self._status_row(means), step)
+        self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status))
 
-    def _row(self, means: Sequence[Tensor]) -> Tensor:
-        """What this rank tells; read by others only, so that an accelerator is not waited for."""
+    def _status_row(self, means: Sequence[Tensor]) -> Tensor:
+        """This rank's status row; it is not read here, so that an accelerator is not waited for."""
         tokens = self.job.progress.tokens
-        said = [self.asked, self.failed, 0, tokens - self.told]
-        row = torch.tensor(said, dtype=torch.float64, device=means[0].device)
+        status = [self.asked, self.failed, 0, tokens - self.reported_tokens]
+        row = torch.tensor(status, dtype=torch.float64, device=means[0].device)
         row[BROKEN] = (~torch.stack([mean.isfinite().all() for mean in means]).all()).double()
-        self.told = tokens
+        self.reported_tokens = tokens
         return row
 
-    def _land(self, flights: Sequence[PendingMerge]) -> list[int]:
-        """Wait for flights, and merge what they bring; the fragments that were merged."""
-        landed: list[int] = []
-        for flight in list(flights):
-            with self.meter.exposed():
-                self._judge(flight.told.result())
-            self.flights.remove(flight)
-            outer = (1.0, 0.0, False) if flight.plain else self.settings.outer
+    def _finish(self, pending: Sequence[PendingMerge]) -> list[int]:
+        """Wait for pending merges and apply them; returns the fragments that were merged."""
+        merged: list[int] = []
+        for merge in list(pending):
+            with self.metrics.exposed():
+                self._check_status(merge.status.result())
+            self.pending.remove(merge)
+            outer = (1.0, 0.0, False) if merge.plain else self.settings.outer
             with span("outer", "compute"):
-                for i, mean in zip(flight.fragments, flight.means, strict=True):
-                    self.fragments[i].advance(mean, *outer)
+                for i, mean in zip(merge.fragments, merge.means, strict=True):
+                    self.fragments[i].step_outer(mean, *outer)
                     self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
-            if flight.buffers:
-                foreach_copy_(self.buffers, flight.buffers)
-            landed += flight.fragments
-        return landed
+            if merge.buffers:
+                foreach_copy_(self.buffers, merge.buffers)
+            merged += merge.fragments
+        return merged
 
-    def _judge(self, rows: Tensor) -> None:
-        """End everywhere where a replica is lost; take note of votes to stop, and of what the others have seen.
+    def _check_status(self, rows: Tensor) -> None:
+        """Check all ranks' rows, and note votes to stop and the others' progress.
 
         Raises:
-            NonFiniteError: on all ranks alike, but that one whose loss it was gives its own error.
+            NonFiniteError: a replica has failed. All ranks raise; the one whose loss failed raises its own error.
         """
         if self.error is not None and any_failed(rows):
             raise self.error
@@ -219,7 +220,7 @@ class OuterOptimizer:
         share = world.ranks_over(self.settings.over) / world.ranks_over(DATA)
         others = round(float(rows[:, TOKENS].sum()) * share - float(rows[world.index_over(DATA), TOKENS]))
         self.job.progress.tokens += others
-        self.told += others
+        self.reported_tokens += others
 
 
 def any_failed(rows: Tensor) -> bool:
@@ -227,16 +228,16 @@ def any_failed(rows: Tensor) -> bool:
 
 
 def number_tensors(tensors: Sequence[Tensor]) -> Grads:
-    """Tensors that need no names, for a codec without state."""
+    """Give tensors numbers as names, for a codec without state."""
     return {f"{index}": tensor for index, tensor in enumerate(tensors)}
 
 
 class _MergeMetrics:
-    """The numbers of a step and of the run: bytes sent, what they would have been, and time that nothing hid."""
+    """Publishes metrics of steps and of the run: bytes sent, bytes of a dense exchange, exposed communication time."""
 
-    def __init__(self, job: Job, settings: LocalSteps, link: ReplicaChannel) -> None:
-        self.job, self.link = job, link
-        self.before, self.waited = link.sent, 0.0
+    def __init__(self, job: Job, settings: LocalSteps, channel: ReplicaChannel) -> None:
+        self.job, self.channel = job, channel
+        self.before, self.waited = channel.sent, 0.0
         replicas = job.world.ranks_over(settings.over)
         whole = sum(local_shard(parameter).nbytes for parameter in job.module.parameters() if parameter.requires_grad)
         zeros = dict.fromkeys(("outer_bytes", "outer_steps", "outer_syncs", "outer_exposed"), 0.0)
@@ -250,8 +251,8 @@ class _MergeMetrics:
         self.waited += time.perf_counter() - began
         self.job.trace.facts["outer_syncs"] += 1
 
-    def read(self) -> None:
-        sent, facts = self.link.sent, self.job.trace.facts
+    def publish(self) -> None:
+        sent, facts = self.channel.sent, self.job.trace.facts
         self.job.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_seconds": self.waited}
         facts["outer_bytes"] += sent - self.before
         facts["outer_exposed"] += self.waited

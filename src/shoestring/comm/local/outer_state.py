@@ -1,4 +1,4 @@
-"""Attaching an outer optimizer to a job, and what of it survives: what is each rank's own, and what is the same."""
+"""Attaches an outer optimizer to a job, and saves its state: the state of each rank, and the state shared by all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install(job: Job, settings: LocalSteps) -> None:
 
 
 def keep_state(job: Job, outer: OuterOptimizer) -> None:
-    """Weights and the optimizer's state differ between replicas now; the outer optimizer's are the same."""
+    """Declare what is saved: weights and optimizer state differ between replicas, the outer optimizer's do not."""
     sharded = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
     job.keep("outer", SharedState(outer), across="shard" if sharded else "same")
     own = RankState(outer)
@@ -41,24 +41,24 @@ def keep_state(job: Job, outer: OuterOptimizer) -> None:
     replicas = job.world.ranks_over(outer.settings.over)
     mine = job.world.index_over(outer.settings.over)
 
-    def of_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """One former rank's, equal for all ranks of this replica, and spread over the former ones."""
+    def take_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """One former rank's state: the same for all ranks of a replica, different replicas take different ones."""
         return states[mine * len(states) // replicas]
 
-    def of_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    def take_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return states[0]
 
     for name, merge in {
         "model": average_weights,
-        "optimizer": of_one,
-        "scaler": of_first,
-        "progress": of_first,
+        "optimizer": take_one,
+        "scaler": take_first,
+        "progress": take_first,
     }.items():
         job.kept[name] = replace(job.kept[name], across="own", merge=merge)
 
 
 def average_weights(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The mean of the weights of all replicas; in float64, so that the mean of equal ones is equal to them."""
+    """Average the weights of all replicas, in float64, so that the mean of equal weights is equal to them."""
 
     def mean(tensors: Sequence[Tensor]) -> Tensor:
         if not tensors[0].is_floating_point():
@@ -69,7 +69,7 @@ def average_weights(states: Sequence[dict[str, Any]], rank: int, size: int) -> d
 
 
 class SharedState:
-    """The outer optimizer's state, and means that have come back but are not due yet: the same for all replicas."""
+    """State that is the same for all replicas: the outer optimizer's, and exchanged means that are not merged yet."""
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
@@ -77,9 +77,9 @@ class SharedState:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         fragments = self.outer.fragments
-        anchors = [fragment.whole(fragment.anchor) for fragment in fragments]
-        velocities = [fragment.whole(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
-        flights = [self._saved(flight) for flight in self.outer.flights if not any_failed(flight.told.result())]
+        anchors = [fragment.to_saved(fragment.anchor) for fragment in fragments]
+        velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
+        flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
         return {"anchor": _join(anchors), "velocity": _join(velocities), "flights": flights}
 
     @torch.no_grad()
@@ -88,25 +88,25 @@ class SharedState:
             fragment.load(fragment.anchor, state_dict["anchor"])
             if fragment.velocity is not None and state_dict["velocity"]:
                 fragment.load(fragment.velocity, state_dict["velocity"])
-        self.outer.flights = [self._restored(saved) for saved in state_dict["flights"]]
+        self.outer.pending = [self._restore(saved) for saved in state_dict["flights"]]
 
-    def _saved(self, flight: PendingMerge) -> dict[str, Any]:
-        means = zip(flight.fragments, flight.means, strict=True)
-        named = [self.outer.fragments[i].whole(mean) for i, mean in means]
-        head = {"fragments": flight.fragments, "due": flight.due, "plain": flight.plain}
-        return {**head, "means": named, "buffers": flight.buffers, "told": flight.told.result()}
+    def _save(self, merge: PendingMerge) -> dict[str, Any]:
+        means = zip(merge.fragments, merge.means, strict=True)
+        named = [self.outer.fragments[i].to_saved(mean) for i, mean in means]
+        head = {"fragments": merge.fragments, "due": merge.due, "plain": merge.plain}
+        return {**head, "means": named, "buffers": merge.buffers, "told": merge.status.result()}
 
-    def _restored(self, saved: dict[str, Any]) -> PendingMerge:
+    def _restore(self, saved: dict[str, Any]) -> PendingMerge:
         fragments = [self.outer.fragments[i] for i in saved["fragments"]]
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
             if list(named) != list(fragment.parameters):
-                raise ValueError("it was saved with other fragments under way")
+                raise ValueError("the checkpoint was saved with other fragments being exchanged")
             fragment.load(mean, named)
         device = means[0].device
         buffers = [buffer.to(device) for buffer in saved["buffers"]]
         size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
-        told[:, ASKED] = 0  # to stop the run that was saved
+        told[:, ASKED] = 0  # votes to stop concerned the run that was saved
         told = told if len(told) == size else told.new_zeros(size, told.shape[1])
         return PendingMerge(
             saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(told)
@@ -118,28 +118,28 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class RankState:
-    """What a rank holds for itself: its codec's residual, and how many targets it has told the others of."""
+    """State of one rank: its codec's residual, and the number of target tokens that it has reported."""
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
-        torus = outer.link.route.inner is not None
+        torus = outer.channel.route.inner is not None
         self.locals = outer.job.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
 
     def state_dict(self) -> dict[str, Any]:
-        for flight in self.outer.flights:
-            flight.told.result()  # the codec is at work until then
-        return {"locals": self.locals, "told": self.outer.told, "codec": self.outer.codec.state_dict()}
+        for merge in self.outer.pending:
+            merge.status.result()  # the codec changes its state until then
+        return {"locals": self.locals, "told": self.outer.reported_tokens, "codec": self.outer.codec.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         told = state_dict["told"]
-        self.outer.told = self.outer.job.progress.tokens if told is None else told
+        self.outer.reported_tokens = self.outer.job.progress.tokens if told is None else told
         self.outer.codec.load_state_dict(state_dict["codec"])
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Residuals of the ranks that hold the same rows; those are lost where hosts had another number of ranks."""
+        """Merge the residuals of ranks that hold the same rows; they are lost if hosts had another number of ranks."""
         merged = {"locals": self.locals, "told": None, "codec": {}}
         if states[0]["locals"] != self.locals:
-            log.warning("what the replicas had not sent yet is lost: the ranks of a host hold other rows than before")
+            log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
             return merged
         alike = [state["codec"] for state in states[rank % self.locals :: self.locals]]
         return merged | {"codec": self.outer.codec.merge_states(alike)}

@@ -1,7 +1,7 @@
 """A small network that learns, while the model trains, which layers are worth their bytes.
 
-After "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024), of which only the idea is public: layers
-that contribute more to learning are sent first. The objective and the training are our own.
+The idea is from "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024): layers that contribute more to
+learning are sent first. No more of it is public, so the objective and the training are our own.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Weights = dict[str, np.ndarray]
 
 
 class Hypernetwork(Selector):
-    """From each layer's features to the probability p of sending it, by one hidden layer.
+    """Maps each layer's features to the probability p of sending it, with one hidden layer.
 
-    Maximises J = Σ p (v - λ b) by its gradient. b is a layer's bytes, as a share of all. v is what sending would have
-    lowered the loss by, to first order, as a share of all: ⟨g, M⟩, with g of the next step, whose noise is not in M. It
-    is known of layers that were sent and of those that were not, so that nothing has to be tried out. λ is the price of
-    a byte: it rises while Σ p b exceeds the budget, and falls while it does not.
+    It maximises J = Σ p (v - λ b) by gradient ascent. b is the layer's share of all bytes. v is the share of the loss
+    reduction, to first order, that sending it gives: ⟨g, M⟩, with g of the next step, whose noise is not in M. It is
+    known for layers that were sent and for those that were not, so no layer must be sent just to learn its value. λ is
+    the price of a byte: it rises while Σ p b exceeds the budget, and falls otherwise.
 
-    Its numbers are fp64 and come by + - x / and √ alone, in a fixed order: all IEEE machines round these alike, so
-    ranks with different processors choose alike. Hence x / (1 + |x|) and not tanh, and a logarithm of its own.
+    All numbers are fp64 and computed by + - x / and √ alone, in a fixed order. IEEE processors round these alike, so
+    ranks with different processors choose alike. Hence x / (1 + |x|) instead of tanh, and a piecewise linear logarithm.
 
     Args:
-        hidden: units.
-        rate: length of a step of training; the direction is the gradient's.
-        repeats: steps of training after each exchange.
-        longest: steps that a layer waits at most, as far as the budget allows; what it is worth is an estimate.
+        hidden: number of hidden units.
+        rate: length of a training step along the gradient.
+        repeats: training steps after each exchange.
+        longest: most steps that a layer waits, as far as the budget allows, because its value is only an estimate.
         progress: steps after which training counts as half done.
     """
 
@@ -55,14 +55,14 @@ class Hypernetwork(Selector):
         net = {key: note.cpu().numpy() for key, note in notes.items()} or self._start()
         X = self._features(layers)
         if net["recent"].shape[1:] == X.shape:
-            net |= self._learnt(net, layers)
+            net |= self._learn(net, layers)
         p = probability(forward(net, X)[1])
         spent = float((p * layers.price).sum()) / layers.budget
         net["price"] = np.maximum(net["price"] * min(max(0.9 + 0.1 * spent, 0.8), 1.25), 1e-6)
         earlier = net["recent"][-1:] if net["recent"].shape[1:] == X.shape else X[None]
         net["recent"] = np.concatenate([earlier, X[None]])
         draws = np.random.default_rng((self.seed, layers.step)).random(len(p))
-        # First what has waited too long or was being saved for, then those drawn, then the likeliest of the others.
+        # First layers that have waited too long or that bytes are carried over for, then those drawn, then the likeliest.
         urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
         order = np.lexsort((-p, draws >= p, ~urgent))
         chosen = choose_fitting(order, layers, patience=layers.budget)
@@ -81,15 +81,15 @@ class Hypernetwork(Selector):
         }
 
     def _features(self, layers: Layers) -> np.ndarray:
-        """(layers, 7): size, gradient, residual and waiting, each compared with other layers; depth, progress, 1."""
+        """Features (layers, 7): size, gradient, residual and waiting time, each standardised; depth, progress, 1."""
         squares = np.maximum(layers.gradient, 1e-60)
         compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
         depth = np.arange(len(squares)) / len(squares) - 0.5
         done = np.full(len(squares), layers.step / (layers.step + self.progress))
         return np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
 
-    def _learnt(self, net: Weights, layers: Layers) -> Weights:
-        """A few steps up the gradient of J, for the choice before the last: its v is known since the last exchange."""
+    def _learn(self, net: Weights, layers: Layers) -> Weights:
+        """Make a few steps of gradient ascent on J for the choice before the last, whose v the last exchange gave."""
         v = layers.gain
         worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
         X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}
@@ -120,17 +120,17 @@ def softsign(x: np.ndarray) -> np.ndarray:
 
 
 def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """A B, without BLAS, whose order of summation differs between processors."""
+    """A B without BLAS, whose order of summation differs between processors."""
     return (A[:, :, None] * B[None]).sum(1)
 
 
 def standardise(x: np.ndarray) -> np.ndarray:
-    """With mean 0 and variance 1, or 0 where all are alike."""
+    """Shift and scale to mean 0 and variance 1; 0 where all are alike."""
     centred = x - x.mean()
     return centred / np.sqrt((centred**2).mean() + 1e-6)
 
 
 def log2(x: np.ndarray) -> np.ndarray:
-    """The logarithm, exact at powers of two and straight between them."""
+    """The logarithm, exact at powers of two and linear between them."""
     mantissa, exponent = np.frexp(x)
     return exponent + 2 * mantissa - 2

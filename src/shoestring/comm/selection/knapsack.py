@@ -1,4 +1,4 @@
-"""The layers that are owed most for their bytes."""
+"""Selects the layers with the largest residuals for their bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from shoestring.comm.selection.budget import Layers, Notes, Selector, choose_fitting
 
-EXACTLY = 14  # layers for which all sets are compared
+EXACTLY = 14  # largest number of layers for which all sets are compared
 
 
 class Knapsack(Selector):
-    """Maximise the sum of u = ‖e + g‖² (1 + steps waited) over the layers sent, within the bytes allowed.
+    """Maximises the sum of u = ‖e + g‖² (1 + steps waited) over the layers sent, within the allowed bytes.
 
-    ‖e + g‖² is what will be owed at this step, ‖e‖² + the average of ‖g‖², for g is not known yet. An average of
-    what was owed before would send a layer again that has just been sent.
+    g is not known yet, so ‖e + g‖² is estimated by ‖e‖² + the average of ‖g‖². An average of earlier ‖e + g‖² would
+    send a layer again that has just been sent.
 
-    Exact for few layers; for more the better of the greedy choice by u per byte and the single most valuable layer,
-    which together reach at least half of the optimum (Dantzig 1957). A layer that costs more than a whole budget is
-    waited for once it comes first.
+    It is exact for few layers. For more it takes the better of the greedy choice by u per byte and the single most
+    valuable layer, which reaches at least half of the optimum (Dantzig 1957). A layer that costs more than a whole
+    budget makes the others wait once it comes first.
     """
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
@@ -28,7 +28,7 @@ class Knapsack(Selector):
 
 
 def choose_best(u: np.ndarray, layers: Layers) -> list[int]:
-    """The layers of the greatest sum of u that the allowance affords."""
+    """Choose the layers with the largest sum of u whose prices fit the allowance."""
     order = np.argsort(-u / layers.price, kind="stable")
     if layers.budget < layers.price[order[0]] > layers.allowance:
         return []
@@ -41,9 +41,9 @@ def choose_best(u: np.ndarray, layers: Layers) -> list[int]:
 
 
 def choose_exactly(u: np.ndarray, price: np.ndarray, allowance: float) -> list[int]:
-    """By all 2^n sets of layers: set i holds layer l where bit l of i is set."""
+    """Compare all 2^n sets of layers: set i holds layer l where bit l of i is set."""
     value, cost = np.zeros(1), np.zeros(1)
-    for one, bytes_ in zip(u, price, strict=True):
-        value, cost = np.concatenate([value, value + one]), np.concatenate([cost, cost + bytes_])
+    for layer_value, layer_price in zip(u, price, strict=True):
+        value, cost = np.concatenate([value, value + layer_value]), np.concatenate([cost, cost + layer_price])
     chosen = int(np.where(cost <= allowance, value, -1.0).argmax())
     return [layer for layer in range(len(u)) if chosen >> layer & 1]
