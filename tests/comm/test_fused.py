@@ -35,8 +35,8 @@ def fusing(monkeypatch) -> list[int]:
         counts.append(len(taken.indices))
         return taken
 
-    monkeypatch.setattr(fused, "available", lambda device: True)
-    monkeypatch.setattr(fused, "take", take)
+    monkeypatch.setattr(fused, "is_available", lambda device: True)
+    monkeypatch.setattr(fused, "take_entries", take)
     return counts
 
 

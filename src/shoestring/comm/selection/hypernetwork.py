@@ -62,7 +62,7 @@ class Hypernetwork(Selector):
         earlier = net["recent"][-1:] if net["recent"].shape[1:] == X.shape else X[None]
         net["recent"] = np.concatenate([earlier, X[None]])
         draws = np.random.default_rng((self.seed, layers.step)).random(len(p))
-        # First layers that have waited too long or that bytes are carried over for, then those drawn, then the likeliest.
+        # First layers that have waited too long or that bytes are saved up for, then those drawn, then the likeliest.
         urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
         order = np.lexsort((-p, draws >= p, ~urgent))
         chosen = choose_fitting(order, layers, patience=layers.budget)
