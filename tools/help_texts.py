@@ -26,26 +26,17 @@ SHORTEST = 4
 """Words that a help text has at least."""
 EXEMPT = (
     "src/shoestring/checkpoint/__init__.py",
-    "src/shoestring/comm/settings/auto.py",
-    "src/shoestring/comm/settings/base.py",
-    "src/shoestring/comm/settings/local_steps.py",
-    "src/shoestring/comm/settings/per_step.py",
     "src/shoestring/commands/checkpoint.py",
-    "src/shoestring/graph/__init__.py",
-    "src/shoestring/memory/__init__.py",
-    "src/shoestring/optim/__init__.py",
-    "src/shoestring/parallel/__init__.py",
-    "src/shoestring/precision/__init__.py",
     "src/shoestring/run.py",
 )
 """Files whose texts are still to be rewritten; they are counted, and do not fail the check."""
 
 _FRAGMENT = re.compile(
-    r"(as|at|between|by|during|for|from|in|into|of|on|over|through|to|under|what|when|where|whether|which|who|whose|why|"
+    r"(as|at|between|by|during|for|from|in|into|of|on|over|through|to|under|what|when|where|which|who|whose|why|"
     r"how|with|within|without|it|its|that|this|these|those|and|or|so|such)\b",
     re.IGNORECASE,
 )
-_DANGLING = re.compile(r"\b(?:of|to|for|with|than|by) (?:it|its|that|this|them|so)[.;,]", re.IGNORECASE)
+_DANGLING = re.compile(r"\b(?:of|to|for|with|than|by) (?:it|its|that|this|so)[.;,]", re.IGNORECASE)
 _PRIVATE_WORDS = {
     r"saves": "`checkpoints`, `writes a checkpoint`, or `reduces`, `cuts`",
     r"(?:a|an|the|each|every|last|newest|one) (?:\w+ )?save": "`checkpoint`",

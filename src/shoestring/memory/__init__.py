@@ -20,7 +20,8 @@ class Recompute(Feature):
     """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
 
     every: int = 1
-    """Treat each `every`-th block of the model so; 1 saves most."""
+    """Interval between recomputed blocks of the model: 1 recomputes every block, which takes the least memory and the
+    most time; 2 recomputes every second one."""
 
     seams: ClassVar = (Seam.MODEL,)
 

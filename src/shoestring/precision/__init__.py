@@ -16,10 +16,11 @@ __all__ = ["Autocast"]
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast(Feature):
-    """Run the forward pass in a 16-bit type where torch's autocast holds that safe; the weights stay as they are."""
+    """Run the forward pass in a 16-bit type where torch's autocast considers that safe; weights keep their type."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """`auto` takes bf16 where the device is good at it, fp16 with a loss scaler on GPUs without bf16, else fp32."""
+    """Data type of the forward pass: `auto` takes bf16 where the device computes it fast, fp16 with a loss scaler on
+    GPUs without bf16, and fp32 elsewhere."""
 
     seams: ClassVar = (Seam.MODEL,)
 

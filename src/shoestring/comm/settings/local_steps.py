@@ -20,7 +20,7 @@ __all__ = ["DiLoCo", "LocalSGD", "LocalSteps", "SparseLoCo"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Feature):
-    """What all ways of merging replicas every few steps have in common.
+    """Settings that all ways of merging replicas every few steps share.
 
     The last of `job.progress.total` steps merges all weights, whatever its number. A training loop of your own that
     does not set this total ends with equal replicas only on a multiple of `every`.
