@@ -49,7 +49,10 @@ def ended(process, timeout=120):
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM,
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+], ids=lambda number: number.name)  # fmt: skip
 def test_a_signal_ends_after_the_step_and_resume_goes_on(tmp_path, number):
     (tmp_path / "marker").touch()
     (tmp_path / "run.toml").write_text(RUN.format(steps=10**6, every=0))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -43,22 +45,41 @@ class ForkServer:
             command = [sys.executable, "-m", "shoestring.testing.fork_server", str(theirs.fileno())]
             self._process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
 
-    def fork(self, function: Callable[..., None], arguments: Sequence[Any], output: int, kept: Sequence[int]) -> int:
+    def fork(
+        self,
+        function: Callable[..., None],
+        arguments: Sequence[Any],
+        output: int,
+        kept: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
         """Start a process that calls a function of a module and ends.
 
         Args:
             arguments: of JSON types, after the descriptors in `kept`, which have other numbers in that process.
             output: the descriptor that standard output and error go to.
+            environment: the process's, instead of `rank_environment()`.
 
         Returns:
             The process's id. Only `wait` frees it.
         """
         called = f"{function.__module__}:{function.__qualname__}"
-        request = {"call": called, "arguments": arguments, "environment": rank_environment(), "path": sys.path}
+        own = rank_environment() if environment is None else dict(environment)
+        request = {"call": called, "arguments": arguments, "environment": own, "path": sys.path}
         return self._ask(request | {"folder": str(Path.cwd())}, (output, *kept))
 
-    def wait(self, pid: int) -> int:
-        """Wait until a process that this server has forked has ended: its status, or minus the signal that ended it."""
+    def wait(self, pid: int, timeout: float | None = None) -> int:
+        """Wait until a process that this server has forked has ended: its status, or minus the signal that ended it.
+
+        Raises:
+            TimeoutError: it has not within `timeout` seconds.
+        """
+        end = os.pidfd_open(pid)
+        try:
+            if not select.select([end], [], [], timeout)[0]:
+                raise TimeoutError(f"process {pid} has not ended within {timeout:g} s")
+        finally:
+            os.close(end)
         return self._ask({"wait": pid})
 
     def close(self) -> None:
@@ -85,6 +106,13 @@ def rank_environment() -> dict[str, str]:
     """This process's environment for ranks that meet on one machine: they need loopback only, and share its cores."""
     path = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """Run a script in a forked process as `python path arguments` would; torch is imported already."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
