@@ -1,10 +1,10 @@
 """comm: training over slow links, measured on hosts of netlab.
 
 python -m benchmarks.comm [--strict] [--only comm.PREFIX] [--list] [--cache FOLDER] [--budget MINUTES] [--trial]
-python -m benchmarks.comm --pictures       draws the curves of the runs into docs/pictures, and makes what is missing
+python -m benchmarks.comm --pictures       draws the curves of the runs into docs/pictures; runs what is missing
 
-Every launch is stored as one JSON file in the cache and never made twice: a benchmark that was stopped goes on where
-it was; delete a file to measure again. With `--trial` everything is tiny and no row is stored.
+Every launch is stored as one JSON file in the cache and never run twice. So a benchmark that was stopped continues
+where it was; delete a file to measure again. With `--trial` everything is tiny and no row is stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods that are compared: ours, the peers, and what separates one part of ours from the other."""
+"""The methods that are compared: ours, those of other packages, and variants that separate the parts of ours."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Kind = Literal["none", "sync", "ddp", "bf16", "torch", "epfml", "ours", "torch i
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to train on several ranks; of JSON types only, for it travels to the ranks."""
+    """One way to train on several ranks, of JSON types only, because it is sent to the ranks."""
 
     name: str
     kind: Kind
     feature: str = ""
-    """Of ours: the class in shoestring.comm."""
+    """Name of the class in shoestring.comm, for our methods."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     lr: float = 3e-3
     ddp: bool = True
     """Whether the model is wrapped in DDP."""
     bucket_mb: float = 25.0
     period: int = 1
-    """Steps after which the pattern of exchanges repeats."""
+    """Number of steps after which the pattern of exchanges repeats."""
 
     @property
     def local(self) -> bool:
@@ -35,7 +35,7 @@ class Method:
         return replace(self, lr=lr)
 
     def but(self, **settings: Any) -> Method:
-        """This method with other settings, which its name then ends with."""
+        """This method with other settings, which are appended to its name."""
         said = ", ".join(f"{name} {value}" for name, value in settings.items())
         return replace(self, name=f"{self.name}, {said}", settings={**self.settings, **settings})
 

@@ -26,14 +26,14 @@ class Spec:
     look: int = 0
     """Steps between looks at the held-out loss; 0 looks at the end only."""
     rate: str = ""
-    """Of every host's link, each way, as netlab takes it; empty: as fast as the machine is."""
+    """Rate of every host's link in each direction, as netlab writes it; empty leaves links unlimited."""
     slow_first: bool = False
-    """Whether the links are slow before the models are built, for what measures them at the start."""
+    """Whether the links are slow before the models are built, for methods that measure them at start-up."""
     seed: int = 0
     delays: float = 0.0
-    """Longest random wait, in seconds, before every exchange of ours is taken as complete."""
+    """Longest random delay, in seconds, before each exchange of ours counts as complete."""
     horizon: int = 0
-    """Steps of the whole run, where a method wants to know."""
+    """Number of steps of the whole run, for methods that need it."""
     setting: Setting = field(default_factory=Setting)
     timeout: float = 6 * 3600.0
     """Seconds after which the launch has failed."""
@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """Equal for launches that do the same."""
+        """Hash that is equal for equal launches."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def text(self) -> str:

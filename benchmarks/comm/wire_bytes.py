@@ -24,6 +24,7 @@ from benchmarks.comm.store import environment
 from benchmarks.comm.worker import sent_bytes
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring import comm
+from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.wire import Wire
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.testing.netlab import netlab, netlab_available
@@ -32,20 +33,20 @@ REPEATS = 10
 RATE = "100mbit"  # frames of 1,514 bytes, as on a cable; unshaped, up to 64 kB share one header
 ALLOWED = 1.07
 LARGE = 256 * 1024
-RING, GATHER = 2 * (RANKS - 1) / RANKS, RANKS - 1  # what a rank sends of a message: all-reduced (or owned), gathered
+RING, GATHER = ring_bytes("all-reduce", 1, RANKS), ring_bytes("all-gather", 1, RANKS)  # sent by a rank for each byte
 
 
 @dataclass(frozen=True)
-class Codec:
-    """One codec: its settings, and how its messages are computed without it."""
+class Encoding:
+    """One codec: its settings, and the size of its messages, computed without it."""
 
     settings: Exchange
     message: Callable[[int], float]
-    """Bytes of the larger messages for a square matrix of so many rows."""
+    """Bytes of the larger messages for a square matrix, by its number of rows."""
     part: float
-    """What a rank sends of a message."""
+    """Bytes that a rank sends for each byte of a message."""
     messages: float
-    """How many of that size an exchange has; those of an owned reduction, there and back, are one."""
+    """Messages of that size in an exchange; a reduce-scatter and its all-gather together count as one."""
     collectives: int
 
 
@@ -54,7 +55,7 @@ class Case:
     """A square matrix by one codec."""
 
     name: str
-    codec: Codec
+    codec: Encoding
     side: int
 
     @property
@@ -74,21 +75,21 @@ def sparse(n: int, density: float, value: int) -> float:
     return k * value + (k * low + k + n / 2**low) / 8
 
 
-def codecs() -> dict[str, Codec]:
+def codecs() -> dict[str, Encoding]:
     scale = 4 / 512  # an fp32 scale for 512 entries
     half = comm.PowerSGD(rank=16, alternate=True)
     topk = comm.TopK(density=0.01, selection="exact")
     return {
-        "dense": Codec(comm.Dense(), lambda n: 4.0 * n * n, RING, 1, 1),
-        "bf16": Codec(comm.BF16(), lambda n: 2.0 * n * n, RING, 1, 1),
-        "powersgd r16": Codec(comm.PowerSGD(rank=16), lambda n: 64.0 * n, RING, 2, 2),
-        "powersgd r16 alternate": Codec(half, lambda n: 64.0 * n, RING, 1, 1),
-        "8 bits": Codec(comm.Quantize(bits=8), lambda n: (1 + scale) * n * n, RING, 1, 2),
-        "4 bits": Codec(comm.Quantize(bits=4), lambda n: (0.5 + scale) * n * n, RING, 1, 2),
-        "sign": Codec(comm.Sign(), lambda n: (0.125 + scale) * n * n, RING, 1, 2),
-        "terngrad": Codec(comm.TernGrad(), lambda n: 4 + n * n / 4, GATHER, 1, 2),
-        "topk": Codec(topk, lambda n: sparse(n * n, 0.01, 2), GATHER, 1, 1),
-        "randomk": Codec(comm.RandomK(density=0.05), lambda n: 0.2 * n * n, RING, 1, 1),
+        "dense": Encoding(comm.Dense(), lambda n: 4.0 * n * n, RING, 1, 1),
+        "bf16": Encoding(comm.BF16(), lambda n: 2.0 * n * n, RING, 1, 1),
+        "powersgd r16": Encoding(comm.PowerSGD(rank=16), lambda n: 64.0 * n, RING, 2, 2),
+        "powersgd r16 alternate": Encoding(half, lambda n: 64.0 * n, RING, 1, 1),
+        "8 bits": Encoding(comm.Quantize(bits=8), lambda n: (1 + scale) * n * n, RING, 1, 2),
+        "4 bits": Encoding(comm.Quantize(bits=4), lambda n: (0.5 + scale) * n * n, RING, 1, 2),
+        "sign": Encoding(comm.Sign(), lambda n: (0.125 + scale) * n * n, RING, 1, 2),
+        "terngrad": Encoding(comm.TernGrad(), lambda n: 4 + n * n / 4, GATHER, 1, 2),
+        "topk": Encoding(topk, lambda n: sparse(n * n, 0.01, 2), GATHER, 1, 1),
+        "randomk": Encoding(comm.RandomK(density=0.05), lambda n: 0.2 * n * n, RING, 1, 1),
     }
 
 
@@ -101,7 +102,7 @@ def cases(least: int) -> list[Case]:
     ]
 
 
-def pays(codec: Codec, side: int) -> bool:
+def pays(codec: Encoding, side: int) -> bool:
     """Whether PowerSGD compresses such a matrix: where its factors are less than half of it."""
     rank = getattr(codec.settings, "rank", 0)
     return 4 * rank * side < side * side
