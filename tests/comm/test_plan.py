@@ -354,7 +354,7 @@ def test_the_verb_writes_a_run_file_with_the_choice(tmp_path):
 def test_one_rank_has_nothing_to_plan(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("")
     assert main(["plan", str(tmp_path / "run.toml"), "--workers", "1"]) == 2
-    assert "one rank exchanges nothing" in capsys.readouterr().err
+    assert "a single rank has nothing to exchange" in capsys.readouterr().err
 
 
 class TestAuto(FeatureSuite):
