@@ -71,6 +71,22 @@ def draw_key(seed: int, call: Tensor) -> Tensor:
     return torch.stack([z, z >> 32]).to(torch.int32)
 
 
+@torch.library.custom_op("shoestring::next_key", mutates_args={"calls"})
+def next_key(calls: Tensor, seed: int) -> Tensor:
+    """The key of the next call; counts it in `calls`, int64 0-d.
+
+    An operator of its own because torch.compile would compute the key again for the backward pass, from the count
+    that is one higher by then.
+    """
+    calls.add_(1)
+    return draw_key(seed, calls)
+
+
+@next_key.register_fake
+def _(calls: Tensor, seed: int) -> Tensor:
+    return calls.new_empty(2, dtype=torch.int32)
+
+
 def uniforms(key: Tensor, groups: int, columns: int, first: int = 0) -> Tensor:
     """A random number in [0, 1) for each group of a column; fp32 (groups, columns), of 24 bits."""
     numbers = torch.arange(groups * columns, dtype=torch.int32, device=key.device) + _signed(first * columns, 32)

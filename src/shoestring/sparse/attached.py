@@ -1,0 +1,124 @@
+"""How a method of sparse training hangs in a job: patched layers, work around the step, and what must survive."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.core.feature import Phase, Seam
+from shoestring.sparse.mvue import next_key
+from shoestring.sparse.product import product
+from shoestring.sparse.report import Meter
+from shoestring.sparse.shards import why_apart
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.sparse.settings import Sparsity
+
+log = logging.getLogger("shoestring")
+
+
+class Method(Protocol):
+    """What computes sparse weights; `name` is that of a layer."""
+
+    dense: bool  # whether layers are dense now
+    fp8: bool
+
+    def prepare(self, name: str, weight: Tensor) -> None:
+        """Make the state of a layer."""
+
+    def forget(self, name: str) -> None:
+        """Leave a layer out after all."""
+
+    def weight(self, name: str, weight: Tensor) -> Tensor:
+        """What the layer computes with, with gradients to all of `weight`."""
+        ...
+
+    def start(self) -> None:
+        """Fill the state from the weights, once ranks have the same."""
+
+    def before_step(self) -> None:
+        """Before the first forward pass of a step."""
+
+    def before_update(self) -> None:
+        """Between clipping and the optimizer's step."""
+
+    def mask(self, name: str) -> Tensor:
+        """This rank's rows of the mask that a weight would have now; packed."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def install(job: Job, settings: Sparsity, seam: Seam) -> None:
+    """Attach at MODEL, and then at STEP."""
+    attached = job.carry(settings, lambda: Attached(job, settings))
+    if seam is Seam.MODEL:
+        attached.patch()
+    else:
+        attached.start()
+
+
+class Attached:
+    """The sparse layers of one job."""
+
+    def __init__(self, job: Job, settings: Sparsity) -> None:
+        self.job, self.settings, self.choice = job, settings, settings.choose(job)
+        self.method = settings.method(job)
+        self.calls: dict[str, Tensor] = {}  # forward passes of each layer so far, by which draws differ
+        self.numbers = {name: number for number, name in enumerate(self.choice.sparse)}
+        self.place = job.world.index_over(job.data_axes)
+
+    def patch(self) -> None:
+        for name, layer in self.choice.sparse.items():
+            self.method.prepare(name, layer.weight)
+            self.calls[name] = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
+            self.job.patch(layer, partial(self.forward, name, layer))
+
+    def forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        if self.method.dense or name in self.choice.dense:
+            return F.linear(x, layer.weight, layer.bias)
+        weight = self.method.weight(name, layer.weight)
+        key = self.key(name) if self.settings.mvue and torch.is_grad_enabled() else None
+        groups = -(-(x.numel() // x.shape[-1]) // 4)
+        return product(x, weight, layer.bias, key, self.place * groups, self.method.fp8)
+
+    def key(self, name: str) -> Tensor:
+        """Another one for every layer and forward pass."""
+        return next_key(self.calls[name], self.settings.seed * 2**20 + self.numbers[name])
+
+    def start(self) -> None:
+        """Once it is known what is trained, and where."""
+        job = self.job
+        for name in list(self.choice.sparse):
+            if why := why_apart(job.trained[f"{name}.weight"], rows_too=self.settings.rows_too):
+                self._leave_dense(name, why)
+        with torch.no_grad():
+            self.method.start()
+        alike = all(axis in job.replicas for axis in job.data_axes if job.world.axes.get(axis, 1) > 1)
+        job.keep(self.settings.name, self, across="same" if alike else "own")  # replicas that train alone differ
+        job.at(Phase.FORWARD, self.method.before_step)
+        job.at(Phase.GRAD, self.method.before_update)
+        job.at(Phase.CAPTURE, Meter(job, self.choice, self.method).read)
+
+    def _leave_dense(self, name: str, why: str) -> None:
+        log.warning("sparse: `%s` stays dense: %s", name, why)
+        self.choice.dense[name] = why
+        del self.choice.sparse[name]
+        self.method.forget(name)
+        del self.calls[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.method.state_dict() | {"calls": dict(self.calls)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.method.load_state_dict(state_dict)
+        for name, calls in self.calls.items():
+            calls.copy_(state_dict["calls"][name])

@@ -1,0 +1,102 @@
+"""Which linear layers of a model are made sparse, and why others stay dense."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+_FEED_FORWARD = re.compile(
+    r"mlp|ffn?|feed_?forward|(gate_?)?(up|gate|down)(_?proj)?|gate_up(_proj)?|w[123]|(c_)?fc[12]?|c_proj|lin(ear)?[12]"
+    r"|intermediate|output|wi(_[01])?|wo|dense_h_to_4h|dense_4h_to_h|experts?|DenseReluDense"
+)
+_OTHER = re.compile(r".*(attn|attention).*|(lm_)?head|classifier|pooler|router|embed.*|score", re.IGNORECASE)
+
+
+@dataclass
+class Choice:
+    """The linear layers of a model, by name."""
+
+    sparse: dict[str, nn.Linear] = field(default_factory=dict)
+    dense: dict[str, str] = field(default_factory=dict)  # those that were asked for -> why they stay dense
+    rest: dict[str, nn.Linear] = field(default_factory=dict)  # those that were not asked for
+    weights: int = 0  # of all linear layers
+
+    @property
+    def share(self) -> float:
+        """The share of the multiplications of all linear layers, for one token, that are in the sparse ones."""
+        return self.sparse_weights / max(self.weights, 1)
+
+    @property
+    def sparse_weights(self) -> int:
+        return sum(layer.weight.numel() for layer in self.sparse.values())
+
+    @property
+    def examples(self) -> str:
+        names = [*self.sparse, *self.dense, *self.rest]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
+
+
+def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> Choice:
+    """The linear layers whose names match a pattern, or those of feed-forward parts where there are no patterns.
+
+    Args:
+        rows_too: whether rows must come in groups of four as well.
+    """
+    choice = Choice()
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    readers = _fused(model)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        choice.weights += layer.weight.numel()
+        asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else is_feed_forward(name)
+        if not asked:
+            choice.rest[name] = layer
+        elif why := _why_dense(layer, uses[id(layer.weight)], readers.get(layer, ""), rows_too):
+            choice.dense[name] = why
+        else:
+            choice.sparse[name] = layer
+    return choice
+
+
+def is_feed_forward(name: str) -> bool:
+    """Whether a layer of this name belongs to the feed-forward part of a transformer's block."""
+    parts = name.split(".")
+    numbered = any(part.isdecimal() for part in parts)  # in a list of blocks
+    return (
+        numbered
+        and not any(_OTHER.fullmatch(part) for part in parts)
+        and any(_FEED_FORWARD.fullmatch(part) for part in parts)
+    )
+
+
+def _fused(model: nn.Module) -> dict[nn.Module, str]:
+    """Layers whose weights torch's own modules read without calling them."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found[module.out_proj] = "nn.MultiheadAttention reads its weight itself"
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            for layer in (module.linear1, module.linear2):
+                found[layer] = "nn.TransformerEncoderLayer reads its weight itself"
+    return found
+
+
+def _why_dense(layer: nn.Linear, uses: int, reader: str, rows_too: bool) -> str:
+    rows, columns = layer.weight.shape
+    if columns % 4 or (rows_too and rows % 4):
+        return f"{rows} x {columns} does not divide into groups of four"
+    if not layer.weight.requires_grad:
+        return "it is not trained"
+    if uses > 1:
+        return "another layer has the same weight"
+    if "forward" in vars(layer):
+        return "another feature replaces its forward pass"
+    if type(layer).forward is not nn.Linear.forward:
+        return f"{type(layer).__name__} has a forward pass of its own"
+    return reader

@@ -1,0 +1,124 @@
+"""What sparse training shows: what is sparse and what that can gain, how often masks change, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoestring.core.feature import Curve, Saving, Table
+from shoestring.sparse.layers import Choice
+from shoestring.sparse.product import unpack
+from shoestring.sparse.shards import local, summed
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+    from shoestring.sparse.attached import Method
+
+LOOK = 25
+"""Steps between two looks at the masks, which cost a pass over all weights each."""
+SMALL = 2048
+"""The width below which sparse products of GPUs were not faster than dense ones (docs/guides/sparse.md)."""
+FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "
+
+
+def explained(choice: Choice, products: int, device: torch.device) -> str:
+    """What is sparse, what stays dense, what that can gain at most, and when it hurts."""
+    count = len(choice.sparse)
+    said = f"{count} linear layer{'s' * (count != 1)}, {choice.share:.0%} of the weights of all, "
+    said += f"in {products} of the 3 products of a step"
+    if choice.dense:
+        name, why = next(iter(choice.dense.items()))
+        said += f"; dense: `{name}`" + (f" and {len(choice.dense) - 1} more" if len(choice.dense) > 1 else "")
+        said += f" ({why})"
+    gain = 1 / (1 - choice.share * products / 3 / 2)
+    said += f"; at most {gain:.2f}x in linear layers where products are twice as fast"
+    narrow = min((min(layer.weight.shape) for layer in choice.sparse.values()), default=SMALL)
+    if device.type != "cuda":
+        said += f"; no step is faster here: a {device.type} has no sparse units"
+    elif narrow < SMALL:
+        said += f"; hurts: a layer is {narrow} wide, and below {SMALL} sparse products are no faster"
+    return said
+
+
+class Meter:
+    """Numbers of a step, now and then: how often masks change, and what they keep of each layer."""
+
+    def __init__(self, job: Job, choice: Choice, method: Method) -> None:
+        self.job, self.choice, self.method = job, choice, method
+        self.before: dict[str, Tensor] = {}
+        self.facts = job.trace.facts
+        self.facts["sparse weights"] = choice.sparse_weights
+        self.facts["linear weights"] = choice.weights
+        self.facts |= {f"{CHANGED}{name}: {why}": 1.0 for name, why in choice.dense.items()}
+
+    def read(self) -> None:
+        """Count the step; at every 25th and the one before, look at the masks that the weights would have."""
+        step = self.job.progress.step
+        self.facts["sparse steps"] = self.facts.get("sparse steps", 0.0) + (not self.method.dense)
+        self.facts["steps with sparsity"] = self.facts.get("steps with sparsity", 0.0) + 1
+        if (step + 1) % LOOK == 0:
+            self.before = {name: self.method.mask(name) for name in self.choice.sparse}
+        elif step % LOOK == 0 and self.before:
+            self._look()
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        flips = []
+        for name, before in self.before.items():
+            weight = self.job.trained[f"{name}.weight"]
+            own = local(weight)
+            mask = unpack(self.method.mask(name), own.shape[1])
+            squares, kept = own.double().square(), (own.double() * mask).square()
+            changed = (mask ^ unpack(before, own.shape[1])).double()
+            sums = torch.stack([changed.sum(), kept.sum(), squares.sum()])
+            changed, kept, whole = summed(sums, weight).tolist()
+            flips.append((changed, weight.numel()))
+            self.facts[FLIPS + name] = changed / weight.numel()
+            self.facts[ENERGY + name] = kept / max(whole, 1e-300)
+        self.before = {}
+        self.job.numbers["flip_rate"] = sum(changed for changed, _ in flips) / sum(size for _, size in flips)
+
+
+def saving(trace: Trace, products: int) -> Saving | None:
+    """Multiplications of linear layers, over the whole run."""
+    facts = trace.facts
+    if not facts.get("steps with sparsity"):
+        return None
+    share = facts["sparse steps"] / facts["steps with sparsity"]
+    whole = 3 * facts["linear weights"]
+    return Saving(
+        unit="multiplications in linear layers a token",
+        used=whole - share * products * facts["sparse weights"] / 2,
+        without=whole,
+        measured=False,
+        cost=f"sparse in {share:.0%} of the steps; simulated by dense products on devices without sparse units",
+    )
+
+
+def shown(trace: Trace) -> Sequence[Table | Curve]:
+    """The layers with what their masks keep, and the curves of flips and decay."""
+    rows = [
+        (name.removeprefix(ENERGY), f"{kept:.3f}", f"{trace.facts[FLIPS + name.removeprefix(ENERGY)]:.2%}", "")
+        for name, kept in trace.facts.items()
+        if name.startswith(ENERGY)
+    ]
+    dense = [name.removeprefix(CHANGED).partition(": ") for name in trace.facts if name.startswith(CHANGED)]
+    rows += [(name, "", "", why) for name, _, why in dense]
+    if not rows:
+        return ()
+    table = Table(
+        title="Sparse layers",
+        head=("layer", "kept energy", "flip rate", "dense because"),
+        rows=tuple(rows),
+        note="Kept energy: the share of a weight's sum of squares that its 2:4 mask keeps. Flip rate: the share of "
+        "the mask that one step changed. Both at the last look.",
+    )
+    return (
+        table,
+        Curve(title="Masks that change", metrics={"flip_rate": "flip rate"}, unit="share of a mask a step"),
+        Curve(title="Decay of masked weights", metrics={"decay": "factor"}),
+    )

@@ -1,0 +1,257 @@
+"""The settings of training with 2:4 sparse weights; free of torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.feature import Curve, Feature, Saving, Seam, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+    from shoestring.sparse.attached import Method
+    from shoestring.sparse.layers import Choice
+
+MaskName = Literal["rows", "transposable", "greedy", "torch_default"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsity(Feature):
+    """A way of training with 2:4 sparse weights; the base of all of them."""
+
+    layers: tuple[str, ...] = ()
+    """Patterns of the names of the linear layers to make sparse, such as `blocks.*.mlp.*`; by default the
+    feed-forward layers."""
+    mvue: bool = False
+    """Make the gradients of outputs 2:4 as well, by unbiased draws, so that weight gradients are sparse products too;
+    costs noise in every weight gradient."""
+    seed: int = 0
+    """Seed of the random draws of `mvue`."""
+
+    seams: ClassVar = (Seam.MODEL, Seam.STEP)
+
+    @property
+    def rows_too(self) -> bool:
+        """Whether masks are 2:4 along columns of the weight as well, so that its transpose is sparse too."""
+        return False
+
+    @abstractmethod
+    def method(self, job: Job) -> Method:
+        """What computes the sparse weights of the job's model."""
+
+    @property
+    def products(self) -> int:
+        """How many of the three products of a linear layer's step are sparse."""
+        return 1 + self.rows_too + self.mvue
+
+    def check(self, job: Job) -> None:
+        choice = self.choose(job)
+        if not choice.sparse:
+            what = "matches no linear layer" if not choice.dense else "leaves every layer dense"
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.dense.items())[:3])
+            raise ConfigError(
+                f"`{self.name}` {what}" + (f": {reasons}" if reasons else f" of {type(job.module).__name__}"),
+                hint=f"name layers by patterns in `{self.name}.layers`; there are {choice.examples}",
+            )
+        for other in job.features:
+            theirs = other.choose(job).sparse if isinstance(other, Sparsity) and other is not self else {}
+            if shared := [name for name in theirs if name in choice.sparse]:
+                raise ConflictError(
+                    f"`{self.name}` and `{other.name}` both make `{shared[0]}` sparse",
+                    hint="give each its own `layers`",
+                )
+
+    def choose(self, job: Job) -> Choice:
+        """The layers of the job's model that become sparse, and why others do not."""
+        from shoestring.sparse.layers import choose
+
+        return choose(job.module, self.layers, rows_too=self.rows_too)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.sparse.attached import install
+
+        install(job, self, seam)
+
+    def explain(self, job: Job) -> str:
+        from shoestring.sparse.report import explained
+
+        return explained(self.choose(job), self.products, job.world.device)
+
+    def saving(self, trace: Trace) -> Saving | None:
+        from shoestring.sparse.report import saving
+
+        return saving(trace, self.products)
+
+    def shown(self, trace: Trace) -> Sequence[Table | Curve]:
+        from shoestring.sparse.report import shown
+
+        return shown(trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSTE(Sparsity):
+    """S-STE (Hu et al., 2024): in each group of four, shrink the two largest weights by the third largest magnitude
+    and zero the rest, which is continuous in the weights; train the dense weights straight through."""
+
+    fp8: bool = False
+    """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients); a simulation
+    that shows what FP8 costs in loss and makes no step faster."""
+
+    def method(self, job: Job) -> Method:
+        from shoestring.sparse.soft import Shrunk
+
+        return Shrunk(job, self)
+
+    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        from shoestring.sparse.soft import shrink
+
+        scales = kept[self.name]["scales"]
+        return weights | {f"{name}.weight": shrink(weights[f"{name}.weight"]) * scales[name] for name in scales}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(Sparsity):
+    """A way of training through a mask: dense weights get the gradient of the masked ones."""
+
+    def method(self, job: Job) -> Method:
+        from shoestring.sparse.masked import Masks
+
+        return Masks(job, self)
+
+    @property
+    def kind(self) -> MaskName:
+        """Which mask."""
+        return "rows"
+
+    @property
+    def most_of(self) -> Literal["l1", "l2"]:
+        """What transposable masks keep most of."""
+        return "l1"
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps between two computations of the masks."""
+        return 1
+
+    @property
+    def factor(self) -> float:
+        """What masked weights times this are added to their gradients."""
+        return 0.0
+
+    @property
+    def tail_share(self) -> float:
+        """The share of the steps, at the end, in which the model is dense."""
+        return 0.0
+
+    @property
+    def calibration(self) -> float:
+        """The share of the steps, at the start, in which the factor is chosen."""
+        return 0.0
+
+    def check(self, job: Job) -> None:
+        Sparsity.check(self, job)
+        if self.interval < 1:
+            raise ConfigError(f"`{self.name}.refresh` must be at least 1 step, got {self.interval}")
+        if not 0 <= self.factor < 1:
+            raise ConfigError(f"`{self.name}.decay` must lie in [0, 1), got {self.factor}")
+        for name, share in (("tail", self.tail_share), ("calibrate", self.calibration)):
+            if not 0 <= share < 1:
+                raise ConfigError(f"`{self.name}.{name}` is a share of the steps in [0, 1), got {share}")
+
+    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        from shoestring.sparse.masked import pruned
+
+        masks = kept[self.name]["masks"]
+        return weights | {f"{name}.weight": pruned(weights[f"{name}.weight"], masks[name]) for name in masks}
+
+
+@dataclass(frozen=True, kw_only=True)
+class STE(Masked):
+    """Train through a 2:4 mask, with the gradient passed straight through to all weights (the simplest baseline)."""
+
+    mask: MaskName = "rows"
+    """Kind of mask: the two largest of four in each row (`rows`), the best one that is 2:4 in rows and columns
+    (`transposable`), what torch's greedy search finds by magnitude (`greedy`), or by signed value, as torch does by
+    default (`torch_default`, only to compare with)."""
+    refresh: int = 1
+    """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights
+    later."""
+
+    @property
+    def kind(self) -> MaskName:
+        return self.mask
+
+    @property
+    def interval(self) -> int:
+        return self.refresh
+
+    @property
+    def rows_too(self) -> bool:
+        return self.mask != "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SRSTE(Masked):
+    """SR-STE (Zhou et al., 2021): train through a 2:4 mask of rows, and decay the weights that it leaves out."""
+
+    decay: float = 2e-4
+    """Factor by which masked weights are added to their gradients; a larger one makes masks change less."""
+
+    @property
+    def factor(self) -> float:
+        return self.decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class TSRSTE(Masked):
+    """T-SR-STE (Hu et al., 2024): 2:4 masks that hold for rows and columns, so that forward pass and input gradients
+    are both sparse; masked weights decay through their gradients, and training ends dense."""
+
+    refresh: int = 40
+    """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights
+    later."""
+    norm: Literal["l1", "l2"] = "l1"
+    """Norm that masks keep the most of in each tile of four by four: the sum of magnitudes, or of squares."""
+    decay: float = 6e-5
+    """Factor by which masked weights are added to their gradients, after clipping; a larger one makes masks change
+    less. Where `calibrate` is not 0, only where the search starts."""
+    calibrate: float = 0.05
+    """Share of the steps, at the start, in which rows train with different factors, dense rows among them, to choose
+    the one that makes masks change 0.6 to 0.95 times as often as dense training does; 0 takes `decay`."""
+    tail: float = 1 / 6
+    """Share of the steps, at the end, in which the model is trained dense, and so leaves the run dense; 0 makes a
+    sparse model."""
+
+    @property
+    def rows_too(self) -> bool:
+        return True
+
+    @property
+    def kind(self) -> MaskName:
+        return "transposable"
+
+    @property
+    def interval(self) -> int:
+        return self.refresh
+
+    @property
+    def factor(self) -> float:
+        return self.decay
+
+    @property
+    def tail_share(self) -> float:
+        return self.tail
+
+    @property
+    def calibration(self) -> float:
+        return self.calibrate
+
+    @property
+    def most_of(self) -> Literal["l1", "l2"]:
+        return self.norm

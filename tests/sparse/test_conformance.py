@@ -1,0 +1,62 @@
+"""Every way of sparse training under the conformance suite; the tiny model learns as well with half of its weights."""
+
+from shoestring.checkpoint import Tiered
+from shoestring.comm import BF16
+from shoestring.graph import Compile
+from shoestring.memory import Recompute
+from shoestring.optim import Clip
+from shoestring.parallel import FSDP
+from shoestring.precision import Autocast
+from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE
+from shoestring.testing import FeatureSuite
+
+LAYERS = ("blocks.*",)
+
+
+class TestTSRSTE(FeatureSuite):
+    """The area's representative: its masks are kept, and gathered under FSDP2."""
+
+    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, decay=1e-3, tail=0.0)
+    tolerance = 0.1
+
+
+class TestCalibrated(FeatureSuite):
+    """The search for a decay factor, and the dense tail."""
+
+    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.8, decay=1e-3, tail=0.1)
+    tolerance = 0.1
+    representative = False
+
+
+class TestSSTE(FeatureSuite):
+    feature = SSTE(layers=LAYERS)
+    tolerance = 0.1
+    partners = (Autocast(dtype="bf16"), Recompute(), Compile(backend="eager"), FSDP(), BF16(), Clip(), Tiered())
+
+
+class TestDraws(FeatureSuite):
+    """Gradients of outputs are drawn: ranks draw what one rank draws."""
+
+    feature = SSTE(layers=LAYERS, mvue=True)
+    tolerance = 0.2
+
+
+class TestFP8(FeatureSuite):
+    """Every rank has scales of its own inputs."""
+
+    feature = SSTE(layers=LAYERS, fp8=True)
+    tolerance = 0.2
+    exact_across_ranks = False
+    representative = False
+
+
+class TestSRSTE(FeatureSuite):
+    feature = SRSTE(layers=LAYERS, decay=1e-3)
+    tolerance = 0.1
+    representative = False
+
+
+class TestSTE(FeatureSuite):
+    feature = STE(layers=LAYERS, mask="greedy", refresh=3)
+    tolerance = 0.1
+    representative = False
