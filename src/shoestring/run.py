@@ -30,43 +30,53 @@ TABLES = ("run", "model", "data")  # beside those of features
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The table [run]."""
+    """The table [run]: what is trained, on what, for how long, and where results go."""
 
     model: str = "shoestring.models.gpt:tiny"
-    """What to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
-    transformers loads by that path or name; [model] holds its arguments."""
+    """Model to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
+    transformers loads by that path or name. The table [model] holds its arguments."""
     data: str | tuple[str, ...] = "python-stdlib"
-    """`python-stdlib`, paths or globs of .txt, .jsonl and .parquet, a .tokens file, `hf:NAME`, or
-    `package.module:callable`; a list of sources is mixed in the proportion of `data.weights`."""
+    """Source of the data: `python-stdlib`, paths or globs of .txt, .jsonl and .parquet files, a .tokens file,
+    `hf:NAME`, or `package.module:callable`. A list of sources is mixed in the proportion of `data.weights`."""
     loss: str = ""
-    """`package.module:callable` from (output, batch) to (sum, count); empty is the cross-entropy of next tokens."""
+    """Loss of your own: `package.module:callable` from (output, batch) to (sum, count); defaults to the
+    cross-entropy of the next token."""
     steps: int = 400
-    """Optimizer steps; not used where `minutes` is set."""
+    """Number of optimizer steps; `minutes` takes precedence."""
     minutes: float = 0.0
-    """Train for about this long instead: the steps are set from the pace of the first ones."""
+    """Training time in minutes, in place of `steps`: the number of steps follows from the pace of the first ones. 0
+    trains for `steps`."""
     batch: int = 32
-    """Samples a step, over all ranks and micro-batches."""
+    """Samples per optimizer step, over all ranks and micro-batches."""
     accumulate: int = 1
-    """Micro-batches whose gradients add up to one step."""
+    """Micro-batches per optimizer step, whose gradients are accumulated; more need less memory."""
     evaluate_every: int = 0
     """Steps between evaluations on part of the held-out data; 0 evaluates at the end only."""
+    evaluate: str = ""
+    """Evaluation of your own: `package.module:callable` from the model to a dict of numbers, which are metrics. Every
+    rank calls it at each evaluation, in evaluation mode and without gradients; the first rank's numbers count."""
+    patience: int = 0
+    """Evaluations in a row without a lower held-out loss after which training ends (early stopping); 0 never does."""
+    keep_best: bool = False
+    """Write the model with the lowest held-out loss so far to the folder `best` of the run, at each evaluation."""
     seed: int = 0
-    """Of the weights, the order of the data and everything else that is drawn."""
+    """Seed of all random numbers: initial weights, order of the data, dropout."""
     timeout: float = 600.0
-    """Seconds without a byte from another rank after which the run ends with an error instead of waiting on."""
+    """Seconds that a rank waits for another one before the run ends with an error."""
     deterministic: bool = False
-    """Refuse operations whose results may differ from run to run."""
+    """Refuse operations whose results may differ between two runs with the same seed."""
     resume: bool | str = False
-    """`"auto"` goes on from the newest save if there is one, `true` insists on one, a path goes on from that."""
+    """Checkpoint to resume from: `"auto"` takes the newest and starts afresh where there is none, `true` requires one,
+    a path names one."""
     folder: str = ""
-    """Where everything is written; empty is a new folder under `runs/`."""
+    """Folder that the run writes to; defaults to a new one in `runs/`."""
     sinks: tuple[str, ...] = ()
-    """Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow` (each an extra), or
-    `package.module:callable`, which is called with the folder, the name and the settings of the run."""
+    """Destinations of the metrics besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow` (each an extra),
+    or `package.module:callable`, which is called with the folder, the name and the settings of the run."""
     packages: tuple[str, ...] = ()
     """Names of Python packages of your own: `["mypkg"]` opens a table `[mypkg.technique]` for each of its features."""
     prompts: tuple[str, ...] = ()
-    """What the samples of generated text at the end begin with."""
+    """Prompts of the text samples that are generated at the end."""
     baselines: bool = False
     """Compare the held-out bits per byte with gzip, xz and a 5-gram at the end."""
 
@@ -88,10 +98,13 @@ class Run:
                 raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")
         if self.settings.timeout <= 0:
             raise ConfigError(f"`run.timeout` must be positive, got {self.settings.timeout}")
-        for name in ("minutes", "evaluate_every", "seed"):
+        for name in ("minutes", "evaluate_every", "patience", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
-
+        for name in ("patience", "keep_best"):
+            if getattr(self.settings, name) and not self.settings.evaluate_every:
+                hint = "set run.evaluate_every to the steps between two"
+                raise ConfigError(f"`run.{name}` needs evaluations during the run", hint=hint)
         if len(self.data.weights) not in (0, len(self.sources)):
             raise ConfigError(
                 f"`data.weights` has {len(self.data.weights)} entries for {len(self.sources)} sources",

@@ -14,6 +14,7 @@ from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.models.loading import build_model
+from shoestring.naming import resolve
 from shoestring.run import Run
 from shoestring.training.data_loading import offered
 
@@ -33,6 +34,9 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     told = offered(run)
     with torch.device("meta"):
         model = build_model(run.settings.model, run.model, told, run.settings.seed)
+    for key in ("loss", "evaluate"):
+        if target := getattr(run.settings, key):
+            resolve(target, f"run.{key}")
     job = Job(model, progress=Progress(total=run.settings.steps), world=world)
     job.features = tuple(feature.resolve(world) for feature in completed.features)
     check_owners(job.features)

@@ -115,10 +115,7 @@ class Job:
 
         It moves to the job's device, and is in evaluation mode and without gradients until the job is closed; FSDP
         shards it beside the model. Called in the model's forward pass or in the loss, it runs under the job's autocast.
-        A checkpoint holds `source` and a hash of its tensors; with other tensors, it cannot be restored.
-
-        Args:
-            source: where the module comes from, as `open_model` takes it.
+        A checkpoint holds `source`, as `open_model` takes it, and a hash; it cannot be restored with other tensors.
 
         Raises:
             ConfigError: it shares trained parameters, ranks hold different tensors, or SHARD was applied already.
@@ -327,8 +324,16 @@ class Job:
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """(sum, count) of the task's own loss over the batches of all ranks, which must bring equally many."""
-        with _entered(self._around_evaluation):
-            return self._step.evaluate(batches)
+        return self._step.evaluate(batches)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surrounds an evaluation: evaluation mode, no gradients, and what `surround_evaluation` said."""
+        training = self.model.training
+        with _entered(self._around_evaluation), torch.no_grad():
+            self.model.eval()
+            yield
+            self.model.train(training)
 
     def verify(self) -> None:
         """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
@@ -360,8 +365,6 @@ class Job:
         with self.exits:
             if error is None:
                 self.finish()
-
-    # -- once everything is attached ---------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Build the optimizer and hang the phases around its step, so that foreign loops run them as well."""

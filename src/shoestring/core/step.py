@@ -67,14 +67,11 @@ class Step:
         """See `Job.evaluate`."""
         job = self.job
         sums = torch.zeros(2, dtype=torch.float64, device=job.world.device)
-        training = job.model.training
-        job.model.eval()
-        with torch.no_grad(), span("evaluate", "compute"):
+        with job.evaluating(), span("evaluate", "compute"):
             for batch in batches:
                 with job.computing():
                     total, count = sum_and_count(job.task_loss(job.forward(job.model, batch), batch))
                 sums += torch.stack([total.double(), count.double()])
-        job.model.train(training)
         sums *= self._weight()
         if job.world.size > 1:
             dist.all_reduce(sums)

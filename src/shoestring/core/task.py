@@ -110,10 +110,8 @@ def _entry(batch: Batch, position: int, name: str, other: str) -> Tensor:
     else:
         raise ConfigError(f"the batch is a {type(batch).__name__}, neither a mapping nor a pair", hint=_HINT)
     if not isinstance(value, Tensor):
-        raise ConfigError(
-            f"{what} is a {type(value).__name__}, not a tensor",
-            hint='a data set gives tensors after with_format("torch")',
-        )
+        hint = 'a data set gives tensors after with_format("torch")'
+        raise ConfigError(f"{what} is a {type(value).__name__}, not a tensor", hint=hint)
     return value
 
 
@@ -121,7 +119,5 @@ def _check_takes(model: nn.Module, name: str) -> None:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = inspect.signature(inner.forward).parameters
     if name not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        raise ConfigError(
-            f"`{type(inner).__name__}` takes no `{name}`, which the batch has",
-            hint="remove it from the batch: a causal model does not see padding on the right; its labels are -100",
-        )
+        hint = "remove it from the batch: a causal model does not see padding on the right; its labels are -100"
+        raise ConfigError(f"`{type(inner).__name__}` takes no `{name}`, which the batch has", hint=hint)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
 
 from shoestring.core.job import Job
 from shoestring.core.task import Params
@@ -21,7 +22,7 @@ def factory(
     def build(parameters: Params) -> Optimizer:
         check_matched(groups, job.trained)
         tables = parameter_groups(job.trained, settings["lr"], weight_decay, groups)
-        return kind(tables, fused=_can_fuse(parameters), **settings)
+        return kind(tables, fused=_can_fuse(kind, parameters), **settings)
 
     return build
 
@@ -42,5 +43,7 @@ def parameter_groups(
     return [tables[key] for key in sorted(tables)]
 
 
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
+def _can_fuse(kind: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> bool:
+    if kind is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):  # not in torch up to 2.13
+        return False
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)

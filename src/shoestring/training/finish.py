@@ -32,7 +32,7 @@ from shoestring.report.trackers import TRACKERS, Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import Feed
-from shoestring.training.evaluation import evaluate
+from shoestring.training.evaluation import Evaluations, evaluate
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.throughput import Meter, memory_gib
 
@@ -133,23 +133,23 @@ def _device(job: Job) -> str:
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter) -> Result:
+def close(
+    job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter, evaluations: Evaluations
+) -> Result:
     """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
-    done = job.progress.done
+    done = job.progress.done or evaluations.lost_patience
     status = "stopped" if job.stopping and not done else "finished"
     job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
     held_out = evaluate(job, run, data) if status == "finished" else {}
     if held_out:
         meter.write(job.progress.step, held_out)
     compared = _baselines(job, data) if run.settings.baselines and status == "finished" else {}
-    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.offered}
-    whole = _whole(job, made_by)
+    whole = export(job, run, data, folder / "model")
     rate = (job.progress.tokens - meter.tokens_before) / seconds / job.world.size if seconds else 0.0
     ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, rate)).encode())]
     traces = job.world.gather(timeline.dumps(job.trace).encode())
     if job.world.first:
         assert whole is not None
-        save_model(whole, data.corpus and data.corpus.tokenizer, folder / "model", made_by)
         for rank, content in enumerate(traces):
             write_atomic(folder / f"trace-{rank}.jsonl", content)
         summary = _summary(job, run, data, seconds, meter, held_out) | {
@@ -158,6 +158,7 @@ def close(job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: M
             "baselines": compared,
             "samples": _samples(whole, run, data) if status == "finished" else [],
             "ranks": ranks,
+            "notes": evaluations.notes(),
         }
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)
@@ -181,6 +182,15 @@ def _baselines(job: Job, data: Feed) -> dict[str, float]:
             mine["5-gram (Witten-Bell)"] = bits
         shares = [json.loads(one) for one in world.gather(json.dumps(mine).encode())]
     return {name: bits for share in reversed(shares) for name, bits in share.items()}
+
+
+def export(job: Job, run: Run, data: Feed, folder: Path) -> nn.Module | None:
+    """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective."""
+    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.offered}
+    whole = _whole(job, made_by)
+    if whole is not None and job.world.first:
+        save_model(whole, data.corpus and data.corpus.tokenizer, folder, made_by)
+    return whole
 
 
 def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
@@ -264,7 +274,6 @@ def _summary(
             for feature in job.features
             for each in feature.shown(job.trace)
         ],
-        "notes": [],
     }
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from shoestring.core.errors import CheckpointError, ConfigError
@@ -21,8 +22,8 @@ from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
 from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import Feed, feed, moved
-from shoestring.training.evaluation import evaluate
+from shoestring.training.data_loading import feed, moved
+from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.throughput import Meter
@@ -31,7 +32,6 @@ log = logging.getLogger("shoestring")
 
 PACE_STEPS = 12  # steps after which the pace is known well enough to set the number of steps
 REPLAN = 10  # steps between corrections of that pace, in the first half of the run
-PART = 64  # held-out samples of an evaluation during the run
 
 
 def train(
@@ -73,6 +73,8 @@ def train(
         loader = build_loader(run, job, data)
         stack.callback(loader.close)
         job.keep("loader", loader)
+        save_best = partial(finish.export, job, run, data, path / "best")
+        evaluations = world.agree(lambda: Evaluations(job, run, data, save_best))
         newest = NewestRows(job)
         resumed = _resume(job, run)
         reached = newest_step(path / "metrics.jsonl")
@@ -84,8 +86,8 @@ def train(
         world.barrier()
         trace.align()
         with enough_memory(job):
-            seconds = _loop(job, loader, meter, run, data, stop)
-            return finish.close(job, run, data, path, seconds, meter)
+            seconds = _loop(job, loader, meter, run, evaluations, stop)
+            return finish.close(job, run, data, path, seconds, meter, evaluations)
 
 
 def _resume(job: Job, run: Run) -> int | None:
@@ -103,9 +105,12 @@ def _resume(job: Job, run: Run) -> int | None:
     return step
 
 
-def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed, stop: Callable[[], bool] | None) -> float:
+def _loop(
+    job: Job, loader: Loader, meter: Meter, run: Run, evaluations: Evaluations, stop: Callable[[], bool] | None
+) -> float:
     """Train until the total, a signal or `stop`; the seconds it took."""
     job.model.train()
+    evaluations.after_step(meter.write)
     batches, began = iter(loader), time.perf_counter()
     first = job.progress.step
     while not job.done:
@@ -119,9 +124,7 @@ def _loop(job: Job, loader: Loader, meter: Meter, run: Run, data: Feed, stop: Ca
         if run.settings.minutes and (done == PACE_STEPS or (done % REPLAN == 0 and _early(job.progress))):
             left = max(run.settings.minutes * 60 - (time.perf_counter() - began), 0.0)
             plan(job.progress, job.world.decide(lambda left=left: max(1, int(left / meter.seconds_per_step))))
-        due = run.settings.evaluate_every and job.progress.step % run.settings.evaluate_every == 0
-        if due and not job.progress.done:  # the whole evaluation at the end follows
-            meter.write(job.progress.step, evaluate(job, run, data, PART))
+        evaluations.after_step(meter.write)
     job.world.agree(job.verify)
     return time.perf_counter() - began
 
