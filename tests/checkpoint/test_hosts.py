@@ -12,9 +12,10 @@ from shoestring.testing.checkpointing.trainee import Task, began, finished, run
 from shoestring.testing.netlab import netlab, netlab_available
 
 REASON = netlab_available()
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
+@slow
 @pytest.mark.netlab
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
@@ -27,7 +28,11 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
     assert step >= 8 and again <= 5  # of an interval of four, and a step that waits for the one before
 
 
-@pytest.mark.parametrize(("under", "hosts", "how"), [("fsdp", 3, "copy"), ("ddp", 2, "copy"), ("fsdp", 4, "parity")])
+@pytest.mark.parametrize(("under", "hosts", "how"), [
+    pytest.param("fsdp", 3, "copy", marks=slow),
+    ("ddp", 2, "copy"),  # the one lost host of the quick tests
+    pytest.param("fsdp", 4, "parity", marks=slow),
+])  # fmt: skip
 def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
     task = Task(folder=str(tmp_path / "task"), ranks=hosts, under=under, settings=settings, steps=14)
@@ -43,6 +48,7 @@ def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
         assert finished(again).digests == expected.digests
 
 
+@slow
 def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(tmp_path):
     settings = {"memory_every": 1, "peers_every": 0, "disk_every": 5}
     task = Task(folder=str(tmp_path / "task"), under="fsdp", settings=settings, steps=14)
@@ -54,6 +60,7 @@ def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(
     assert run(again) and (began(again) or 0) >= 5 and finished(again).digests == expected.digests
 
 
+@slow
 @pytest.mark.parametrize("how", ["copy", "parity"])
 def test_where_no_host_comes_for_a_lost_one_the_others_go_on(tmp_path, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
