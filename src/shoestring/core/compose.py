@@ -67,11 +67,19 @@ def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
 
 
 def _apply_all(job: Job) -> None:
-    """The order of application, and why it is so.
+    """Apply seam by seam; inside a seam in the given order, which for a run file is that of `feature.AREAS`.
 
-    MODEL first, because all others see what the model computes then. GRAPH next: its passes are collected, and the
-    model is compiled below DDP's and FSDP2's hooks, which would break the graph. LOSS and SHARD follow; OPTIM comes
-    after SHARD, which settles what is stepped; STEP last, when there is an optimizer to hang its phases on.
+    The order of the seams, each with its reason:
+
+    1. MODEL: all others see what the model computes and which parameters it has then. Modules are frozen by
+       now, so that SHARD can shard them.
+    2. GRAPH: passes are collected, then the model is compiled once. DDP's and FSDP2's hooks come later and so lie
+       outside of the compiled graph, which they would break.
+    3. LOSS: wraps the loss before anything is sharded, with what MODEL has set up (a teacher).
+    4. SHARD: settles how the model is spread and which tensors the optimizer steps.
+    5. WIRE: hooks into the engine that SHARD has put around the model.
+    6. OPTIM: the optimizer is built over what SHARD left to be stepped.
+    7. STEP: hangs its phases on the optimizer, which must exist for that.
     """
     pairs = ordered(job.features)
     for seam in Seam:
