@@ -277,3 +277,9 @@ def test_saves_in_one_file_are_read_too(tmp_path, capsys):
     flip(tmp_path / "run/checkpoints/step-00000002.safetensors")
     assert [bool(row["damage"]) for row in told(capsys, "verify", tmp_path / "run", code=1)] == [True, False]
     assert len(told(capsys, "prune", tmp_path / "run/checkpoints/step-00000001.safetensors", "--keep", 1)) == 0
+    flip(tmp_path / "run/checkpoints/step-00000002.safetensors")
+    linked = tmp_path / "run/checkpoints/step-00000003.safetensors"
+    linked.symlink_to(tmp_path / "elsewhere.safetensors")
+    shutil.copy(tmp_path / "run/checkpoints/step-00000002.safetensors", tmp_path / "elsewhere.safetensors")
+    assert told(capsys, "prune", tmp_path / "run", "--keep", 2) == []  # a link counts for nothing and is left
+    assert linked.is_symlink() and (tmp_path / "elsewhere.safetensors").exists()

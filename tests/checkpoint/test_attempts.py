@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shoestring.checkpoint.recovery import attempts
 from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.resume import resume
-from shoestring.checkpoint.tiers.disk import MARK, UNDER_WAY, manifests
+from shoestring.checkpoint.tiers.disk import CRASH, MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_group import Circle
 from shoestring.core.errors import CheckpointError
@@ -147,6 +147,46 @@ def test_a_damaged_mark_counts_nothing(tmp_path, damage):
     engine, *_ = engine_of(root, 0, 1, Files())
     assert resume(engine, "auto") == 2
     engine.close()
+
+
+def looked(folder):
+    """What a start makes of the files in its folder."""
+    found = Attempts(Circle(0, 1, None), Files(), folder, 0)
+    found.look()
+    return found.counts
+
+
+@pytest.mark.parametrize("hosts", [(3, 5), (5, 3)])
+def test_of_what_several_hosts_counted_the_most_counts(tmp_path, hosts):
+    for host, count in enumerate(hosts):
+        (tmp_path / f"{MARK}{host}").write_text(json.dumps({"step": count}))
+    assert looked(tmp_path) == {"step": 5}
+
+
+def test_a_mark_that_is_too_long_is_not_read(tmp_path):
+    (tmp_path / f"{MARK}0").write_text(json.dumps({"step": 5}).ljust(attempts.LIMIT + 1))
+    (tmp_path / f"{MARK}1").write_text(json.dumps({"other": 2}).ljust(attempts.LIMIT))
+    assert looked(tmp_path) == {"other": 2}
+
+
+@pytest.mark.parametrize(
+    ("crash", "kills", "counted"),
+    [
+        ("", 3, 4),  # a kill from outside: the report of a crash was opened, and nothing written to it
+        ("Fatal Python error: Segmentation fault", 3, 5),
+        ("", 2, 5),  # memory ran out meanwhile
+        (None, 3, 4),
+    ],
+)
+def test_an_attempt_counts_where_the_load_itself_ended_it(tmp_path, monkeypatch, crash, kills, counted):
+    monkeypatch.setattr(attempts, "kills_for_memory", lambda: 3)
+    (tmp_path / f"{MARK}0").write_text(json.dumps({"step": 5, "other": 2}))
+    (tmp_path / f"{UNDER_WAY}0").write_text(json.dumps({"name": "step", "kills": kills}))
+    if crash is not None:
+        (tmp_path / f"{CRASH}1").write_text(crash)
+    assert looked(tmp_path) == {"step": counted, "other": 2}
+    assert looked(tmp_path) == {"step": counted, "other": 2}  # it is judged once
+    assert [path.name for path in tmp_path.iterdir()] == [f"{MARK}0"]
 
 
 def with_marks(folder, shared):

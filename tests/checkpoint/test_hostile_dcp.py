@@ -1,6 +1,7 @@
 """Malicious saves of torch.distributed.checkpoint are refused in one line, before they take time or memory."""
 
 import pickle
+import pickletools
 import resource
 import tracemalloc
 import warnings
@@ -160,6 +161,17 @@ def test_a_pickle_of_a_great_many_objects_is_refused(data, monkeypatch):
         assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     finally:
         tracemalloc.stop()
+
+
+def test_the_limit_of_instructions_leaves_room_for_the_largest_saves_and_no_more(tmp_path):
+    """As many as 75,000 tensors take in torch's own description; each may take some 100 bytes of memory."""
+
+    def instructions(count):
+        folder = quiet_save({f"a{number}": torch.ones(1) for number in range(count)}, tmp_path / str(count))
+        return sum(1 for _ in pickletools.genops((folder / ".metadata").read_bytes()))
+
+    of_a_tensor = (instructions(60) - instructions(20)) / 40
+    assert 75_000 * of_a_tensor <= pickles.INSTRUCTIONS <= 10_000_000
 
 
 def test_the_values_of_a_save_share_one_budget(tmp_path, monkeypatch):

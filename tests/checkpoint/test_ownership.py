@@ -49,6 +49,7 @@ def test_nothing_of_others_in_the_folder_is_deleted(start, saves, tmp_path):
         (saves / name).parent.mkdir(parents=True, exist_ok=True)
         (saves / name).write_bytes(content)
     (saves / "step-00000003-0000-abcdef12").symlink_to(elsewhere)
+    (saves / ".loading-7").symlink_to(elsewhere / "precious")
     engine, state, progress = start()
     trained(engine, state, progress, [1])
     mine = engine.keeper.disk.run
@@ -58,6 +59,7 @@ def test_nothing_of_others_in_the_folder_is_deleted(start, saves, tmp_path):
     assert steps(saves) == [3 * BETWEEN]
     assert {name: (saves / name).read_bytes() for name in others} == others
     assert (elsewhere / "precious").read_bytes() == b"1"
+    assert (saves / ".loading-7").is_symlink() and (saves / f".step-00000001-0000-abcdef12.{mine}.tmp").is_symlink()
     assert not (saves / f".step-00000009-0000-abcdef12.{mine}.tmp").exists()
 
 
