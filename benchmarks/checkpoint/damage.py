@@ -78,7 +78,7 @@ def places(setting: Setting) -> list[Place]:
 def _place(path: Path, hosts: tuple[int, ...]) -> Place:
     record = Record.read(path)
     files = {name: path.parent / entry.file for name, entry in record.parts.items()}
-    return Place(record.generation.step, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
+    return Place(record.checkpoint.step, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
 
 
 def expected(setting: Setting, there: Sequence[Place], hurt: set[Path]) -> int | None:
@@ -189,12 +189,12 @@ def _ranks(place: Place, name: str, other: Place, twin: str) -> bool:
     return place.step == other.step and name.split("-")[0] == twin.split("-")[0] and name != twin
 
 
-def _generations(place: Place, name: str, other: Place, twin: str) -> bool:
+def _checkpoints(place: Place, name: str, other: Place, twin: str) -> bool:
     return place.step != other.step and name == twin and place.memory == other.memory
 
 
 def _records(there: list[Place], draw: random.Random) -> set[Path] | None:
-    """The seals or manifests of two generations take each other's place."""
+    """The seals or manifests of two checkpoints take each other's place."""
     one = draw.choice(there)
     others = [p for p in there if p.memory == one.memory and p.step != one.step and p.hosts == one.hosts]
     return _exchange(one.record, draw.choice(others).record) if others else None
@@ -208,8 +208,8 @@ def _missing(there: list[Place], draw: random.Random) -> set[Path]:
 
 
 def _mixed(there: list[Place], draw: random.Random) -> set[Path] | None:
-    """A file whose end is of another generation: a write that was cut short, if there had been no seal."""
-    found = [(p, n, q) for p, n in _targets(there) for q in there if _generations(p, n, q, n) and n in q.parts]
+    """A file whose end is of another checkpoint: a write that was cut short, if there had been no seal."""
+    found = [(p, n, q) for p, n in _targets(there) for q in there if _checkpoints(p, n, q, n) and n in q.parts]
     if not found:
         return None
     place, name, other = draw.choice(found)
@@ -232,7 +232,7 @@ DAMAGES: Mapping[str, Damage] = {
     "manifest": _record(memory=False),
     "seal": _record(memory=True),
     "swapped ranks": _swapped(_ranks),
-    "swapped generations": _swapped(_generations),
+    "swapped generations": _swapped(_checkpoints),
     "swapped records": _records,
     "missing file": _missing,
     "mixed file": _mixed,
@@ -302,19 +302,19 @@ def trials(setting: Mapping[str, Any], first: int, count: int) -> list[str]:
     logging.getLogger("shoestring").setLevel(logging.CRITICAL)
     chosen = Setting(**setting)
     trainee, wrong = Trainee.of(chosen), []
-    engine = trainee.engine
+    checkpointer = trainee.checkpointer
     try:
         if not (chosen.place / "left").exists():
             prepare(chosen, trainee)
         for number in range(first, first + count):
             struck = strike(chosen, f"{chosen.ranks} {number}") if dist.get_rank() == 0 else None
-            what, step, unseen = engine.circle.tell(struck)[0]
-            told = engine.circle.tell(trainee.restored())
+            what, step, unseen = checkpointer.group.all_gather(struck)[0]
+            told = checkpointer.group.all_gather(trainee.restored())
             wrong += [f"trial {number}, {what}: {each}" for each in unseen]
             if any(each != [step, ""] for each in told):
                 wrong.append(f"trial {number}, {what}: {told} in place of step {step}")
     finally:
-        engine.close()
+        checkpointer.close()
     return wrong
 
 
@@ -352,7 +352,7 @@ def everything(cache: Path | None, total: int, deadline: Deadline) -> Measured:
 def rows(cache: Path | None = None) -> list[Bar]:
     """The bar; progress is kept in the folder `cache`, if there is one."""
     what = (
-        "bit flips, truncations, zeroed pages, swapped ranks, generations and records, damaged replicas, parity, "
+        "bit flips, truncations, zeroed pages, swapped ranks, checkpoints and records, damaged replicas, parity, "
         "manifests, seals and headers, missing and mixed files, with and without lost memory, on 1 to 4 ranks: share "
         "of 10,000 corruptions that were found, and from which all ranks fell back to the same, newest whole step"
     )

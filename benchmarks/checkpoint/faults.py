@@ -85,37 +85,37 @@ def survived(setting: Setting, fault: Fault | None) -> Outcome:
     with listening() as said:
         for step in range(1, STEPS + 1):
             if step == HEALED:
-                before = {**trainee.engine.safe}
+                before = {**trainee.checkpointer.safe}
                 copied(setting.place, "now", "before")
                 files.fault, healed = None, len(files.passed)
             wrong += _stepped(trainee, step, said)
-    safe: dict[str, int] = {**trainee.engine.safe}
+    safe: dict[str, int] = {**trainee.checkpointer.safe}
     acts = files.passed[:healed]
     if safe["disk"] != STEPS:
         wrong.append(f"no save to disk after the device worked again: {safe}, {said}")
-    trainee.engine.close()
+    trainee.checkpointer.close()
     wrong += _left(setting, rank)
     copied(setting.place, "now", "after")
     again = Trainee.of(setting)
     wrong += _restores(again, "after", safe)
     wrong += [f"killed before it worked again, {each}" for each in _restores(again, "before", before)]
-    again.engine.close()
+    again.checkpointer.close()
     return Outcome(acts, files.failed, wrong)
 
 
 def _stepped(trainee: Trainee, step: int, said: list[str]) -> Iterator[str]:
     """One step; what is wrong after it."""
-    engine, setting = trainee.engine, trainee.setting
+    checkpointer, setting = trainee.checkpointer, trainee.setting
     trainee.at(step)
-    engine.wait()
-    engine.capture(False)
-    engine.drain()
-    told = engine.circle.tell(said)  # of all steps, for each reason is given once
-    folder = Path(engine.settings.folder)
-    if step % setting.disk_every == 0 and engine.safe["disk"] != step and not named(told, folder):
+    checkpointer.wait()
+    checkpointer.capture(False)
+    checkpointer.drain()
+    told = checkpointer.group.all_gather(said)  # of all steps, for each reason is given once
+    folder = Path(checkpointer.settings.folder)
+    if step % setting.disk_every == 0 and checkpointer.safe["disk"] != step and not named(told, folder):
         yield f"step {step} was not saved to disk, and nobody was told where it failed: {told}"
-    if engine.safe["disk"] and engine.world.first:
-        yield from _intact(folder, engine.safe["disk"])
+    if checkpointer.safe["disk"] and checkpointer.world.first:
+        yield from _intact(folder, checkpointer.safe["disk"])
 
 
 def named(told: Sequence[list[str]], folder: Path) -> bool:
@@ -126,7 +126,7 @@ def named(told: Sequence[list[str]], folder: Path) -> bool:
 
 
 def _intact(folder: Path, safe: int) -> Iterator[str]:
-    there = {record.generation.step: (path, record) for path, record in manifests(folder)}
+    there = {record.checkpoint.step: (path, record) for path, record in manifests(folder)}
     if safe not in there:
         yield f"step {safe} was safe on disk, there is {sorted(there)}"
         return

@@ -23,10 +23,10 @@ from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import MANIFEST, checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.kept import Progress
-from shoestring.testing.checkpointing.known import BETWEEN, PAGE, Known, engine_of
+from shoestring.testing.checkpointing.known import BETWEEN, PAGE, Known, build_checkpointer
 from shoestring.testing.checkpointing.trainee import kind_of
 from shoestring.testing.pool import Pool
 
@@ -84,19 +84,19 @@ def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:
     """A scenario: save, and tell what was done to the disk."""
     root, rank = Path(folder) / "disk", dist.get_rank() if ranks > 1 else 0
     recorder = Recorder(root)
-    engine, state, progress = engine_of(root, rank, ranks, recorder)
+    checkpointer, state, progress = build_checkpointer(root, rank, ranks, recorder)
     files = {}
     for step in range(1, saves * BETWEEN + 1):
         state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
-        if engine.safe["disk"] == step:
+        checkpointer.wait()
+        checkpointer.capture(False)
+        checkpointer.drain()
+        if checkpointer.safe["disk"] == step:
             recorder.acts.append(Act(time.monotonic(), COMMITTED, str(step)))
             final = next((root / "run" / "saves").glob(f"step-{step:08d}-*"))
             files[str(step)] = {path.name: path.read_bytes().hex() for path in final.iterdir()}
-        engine.circle.tell(None)
-    engine.close()
+        checkpointer.group.all_gather(None)
+    checkpointer.close()
     return {"acts": [[a.at, a.name, a.path, a.target, a.data.hex(), a.start] for a in recorder.acts], "files": files}
 
 
@@ -298,7 +298,7 @@ def replayed(story: Story, folder: Path, subsets: int = SUBSETS, restore: bool =
         restore: whether one rank restores each of them, besides what is found in it being compared.
     """
     model, seen = Model.of(story.acts), set[tuple[Any, int]]()
-    restorer = engine_of(folder / "disk", 0, 1, Files()) if restore else None
+    restorer = build_checkpointer(folder / "disk", 0, 1, Files()) if restore else None
     for done in range(len(story.acts) + 1):
         committed = max((int(act.path) for act in story.acts[:done] if act.name == COMMITTED), default=0)
         for state in crashes(model, done, subsets):
@@ -323,11 +323,13 @@ def put(folder: Path, files: Mapping[str, bytes | None]) -> None:
             (folder / path).write_bytes(data)
 
 
-def judged(story: Story, disk: Path, committed: int, restorer: tuple[Engine, Known, Progress] | None) -> Iterator[str]:
+def judged(
+    story: Story, disk: Path, committed: int, restorer: tuple[Checkpointer, Known, Progress] | None
+) -> Iterator[str]:
     """What is wrong with a disk, if `committed` is the newest step whose save was said to be safe."""
     saves, newest = disk / "run" / "saves", 0
     for path, record in manifests(saves):
-        step = record.generation.step
+        step = record.checkpoint.step
         try:
             checked(path, record)
         except CheckpointError as error:
@@ -346,9 +348,9 @@ def judged(story: Story, disk: Path, committed: int, restorer: tuple[Engine, Kno
         yield from _restored(*restorer, newest)
 
 
-def _restored(engine: Engine, state: Known, progress: Progress, newest: int) -> Iterator[str]:
+def _restored(checkpointer: Checkpointer, state: Known, progress: Progress, newest: int) -> Iterator[str]:
     state.content, progress.step = state.make(0), 0
-    step = resume(engine, "auto") or 0
+    step = resume(checkpointer, "auto") or 0
     good = {
         name: torch.equal(value, state.content[name]) for name, value in state.make(step).items() if name == "bytes"
     }

@@ -25,7 +25,7 @@ from shoestring.checkpoint.attached import Attached
 from shoestring.checkpoint.recovery.search import Choice, Recovery
 from shoestring.checkpoint.tiers.peer_copies import ParitySet, partner
 from shoestring.checkpoint.tiers.slots import Slot
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.world import World
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
 from shoestring.testing.netlab.trial import environment
@@ -59,8 +59,8 @@ def save(how: str, out: Path) -> None:
     with attached(Mass(dist.get_rank()), how, out) as cache:
         for _ in range(4):
             cache.step()
-            cache.engine.drain()
-        if not cache.engine.safe["peers"]:
+            cache.checkpointer.drain()
+        if not cache.checkpointer.safe["peers"]:
             raise RuntimeError("nothing is safe on peers")
 
 
@@ -68,22 +68,24 @@ def restore(how: str, out: Path) -> None:
     """Have it again, and send as many bytes plainly, in turns; the seconds of each land in `out`."""
     mass = Mass(dist.get_rank())
     with attached(Mass(0), how, out) as cache:
-        engine = cache.engine
-        recovery = Recovery(engine.kept, engine.world, engine.circle)
-        choice = next(recovery.choices(recovery.offers(engine.folder.parent, None)))
+        checkpointer = cache.checkpointer
+        recovery = Recovery(checkpointer.kept, checkpointer.world, checkpointer.group)
+        choice = next(recovery.choices(recovery.offers(checkpointer.folder.parent, None)))
         nbytes = next(o.entry.nbytes for o in choice.offers if o.part == f"private-{(LOST + 1) % HOSTS}")
-        plain = Plain(engine.world, plan(how, nbytes))
+        plain = Plain(checkpointer.world, plan(how, nbytes))
         ours, theirs = [], []
         for _ in range(ROUNDS):
-            slot = Slot(engine.folder / "rebuilt", engine.files)
+            slot = Slot(checkpointer.folder / "rebuilt", checkpointer.files)
             theirs.append(seconds(plain.send))
-            ours.append(seconds(partial(again, engine, recovery, choice, slot, mass)))
+            ours.append(seconds(partial(again, checkpointer, recovery, choice, slot, mass)))
             slot.close()
         if dist.get_rank() == 0:
             (out / "seconds.json").write_text(json.dumps([ours, theirs, nbytes]))
 
 
-def again(engine: Engine, recovery: Recovery, choice: Choice, slot: Slot, expected: Mass) -> Callable[[], None]:
+def again(
+    checkpointer: Checkpointer, recovery: Recovery, choice: Choice, slot: Slot, expected: Mass
+) -> Callable[[], None]:
     """Fetch and verify everything that this rank needs; what is to be checked of it afterwards.
 
     Raises:
@@ -92,7 +94,7 @@ def again(engine: Engine, recovery: Recovery, choice: Choice, slot: Slot, expect
     wanted = recovery.attempt(choice, lambda _: slot)
     if wanted is None:
         raise RuntimeError("what peers keep is damaged")
-    states = {name: wanted.state(name) for name in engine.kept}
+    states = {name: wanted.state(name) for name in checkpointer.kept}
 
     def check() -> None:
         found = states["mass"]

@@ -6,24 +6,24 @@ import pytest
 
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import engine_of
+from shoestring.testing.checkpointing.known import build_checkpointer
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Makes starts of one run, which all end at the end; (engine, state, progress) each."""
+    """Makes starts of one run, which all end at the end; (checkpointer, state, progress) each."""
     monkeypatch.setattr(file_acts, "WAIT", 0.2)
-    engines = []
+    checkpointers = []
 
     def begin(acts=None, memory="", keep=1):
-        engine, state, progress = engine_of(tmp_path / "disk", 0, 1, acts or Files())
-        engine.settings = engine.keeper.settings = replace(engine.settings, keep=keep)
-        engines.append(engine)
-        return engine, state, progress
+        checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, acts or Files())
+        checkpointer.settings = checkpointer.keeper.settings = replace(checkpointer.settings, keep=keep)
+        checkpointers.append(checkpointer)
+        return checkpointer, state, progress
 
     yield begin
-    for engine in engines:
-        engine.close()
+    for checkpointer in checkpointers:
+        checkpointer.close()
 
 
 @pytest.fixture

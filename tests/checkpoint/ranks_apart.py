@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.tiers import peer_copies
-from shoestring.checkpoint.tiers import save_group as circle_module
+from shoestring.checkpoint.tiers import rank_group as circle_module
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import Slot, seals
 from shoestring.testing.checkpointing.known import Setting, Trainee
 from shoestring.testing.checkpointing.surroundings import listening
@@ -33,10 +33,10 @@ def damaged(*, folder: str, at: int) -> list[Any]:
     """What each rank restores where one file of the newest save is damaged, which only one rank reads."""
     setting = Setting(folder=folder, ranks=2, local=2, disk_every=2)
     trainee = Trainee.of(setting)
-    rank = trainee.engine.world.rank
+    rank = trainee.checkpointer.world.rank
     trainee.states["mine"].make = lambda step: large(rank, step)
     trainee.train(4)
-    trainee.engine.close()
+    trainee.checkpointer.close()
     dist.barrier()
     if rank == 0:
         shutil.rmtree(setting.memory(0))
@@ -50,7 +50,7 @@ def damaged(*, folder: str, at: int) -> list[Any]:
     again = Trainee.of(setting)
     again.states["mine"].make = lambda step: large(rank, step)
     found = again.restored()
-    again.engine.close()
+    again.checkpointer.close()
     return [*found]
 
 
@@ -59,16 +59,16 @@ def outlived(*, folder: str) -> dict[str, Any]:
     setting = Setting(folder=folder, ranks=2, peers_every=4, disk_every=100)
     trainee = Trainee.of(setting)
     trainee.train(7)
-    folder_of_slots = trainee.engine.folder
-    trainee.engine.close()
-    own = sorted(r.generation.step for path, r in seals(folder_of_slots) if path.name.startswith("own-"))
+    folder_of_slots = trainee.checkpointer.folder
+    trainee.checkpointer.close()
+    own = sorted(r.checkpoint.step for path, r in seals(folder_of_slots) if path.name.startswith("own-"))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(setting.memory(1))
     dist.barrier()
     again = Trainee.of(setting)
     found = again.restored()
-    again.engine.close()
+    again.checkpointer.close()
     return {"own": own, "restored": [*found]}
 
 
@@ -76,73 +76,73 @@ def miscopied(*, folder: str, parity: bool) -> list[Any]:
     """What a run says and counts as safe at peers when rank 1 got one bit that rank 0 did not send; and later."""
     rank = dist.get_rank()
     trainee = Trainee.of(Setting(folder=folder, ranks=2, peers="parity" if parity else "copy", disk_every=100))
-    swap, flips = Circle.swap, [rank == 1]
+    swap, flips = RankGroup.swap, [rank == 1]
 
-    def flipping(circle: Circle, sends: Any, receives: Any) -> Any:
-        found = swap(circle, sends, receives)
+    def flipping(group: RankGroup, sends: Any, receives: Any) -> Any:
+        found = swap(group, sends, receives)
         if flips and flips.pop():
             receives[0][1][1] ^= 1
             return found | {0} if parity else found  # parity compares what arrives, a copy what lies there at last
         return found
 
     with listening() as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Circle, "swap", flipping)
+        patch.setattr(RankGroup, "swap", flipping)
         trainee.train(3)
-        first = {**trainee.engine.safe}
+        first = {**trainee.checkpointer.safe}
         for step in (4, 5):
             trainee.at(step)
-            trainee.engine.wait()
-            trainee.engine.capture(False)
-            trainee.engine.drain()
-    later = trainee.engine.safe["peers"]
-    trainee.engine.close()
+            trainee.checkpointer.wait()
+            trainee.checkpointer.capture(False)
+            trainee.checkpointer.drain()
+    later = trainee.checkpointer.safe["peers"]
+    trainee.checkpointer.close()
     return [first["peers"], later, said]
 
 
 def copied(*, folder: str) -> str:
     """What a copy raises on each rank when only one holds something else than was sent."""
     world = here()
-    circle = Circle.of(world)
-    slot, swap = Slot(Path(folder) / f"held-{world.rank}", Files()), Circle.swap
+    group = RankGroup.join(world)
+    slot, swap = Slot(Path(folder) / f"held-{world.rank}", Files()), RankGroup.swap
 
-    def flipping(circle: Circle, sends: Any, receives: Any) -> Any:
-        found = swap(circle, sends, receives)
-        receives[0][1][5] ^= circle.rank
+    def flipping(group: RankGroup, sends: Any, receives: Any) -> Any:
+        found = swap(group, sends, receives)
+        receives[0][1][5] ^= group.rank
         return found
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Circle, "swap", flipping)
+            patch.setattr(RankGroup, "swap", flipping)
             part = torch.arange(100, dtype=torch.uint8)
-            peer_copies.copy(circle, 1, part, slot, Generation(1, 0, "ab", 2, 1))
+            peer_copies.copy(group, 1, part, slot, CheckpointId(1, 0, "ab", 2, 1))
         return ""
     except ConnectionError as error:
         return str(error)
     finally:
-        circle.close()
+        group.close()
 
 
 def abandoned() -> dict[str, str]:
     """What rank 0 is told when rank 1 does not come to an exchange, of each kind."""
     data = torch.zeros(64 << 20, dtype=torch.uint8)  # more than a socket's buffers take
-    exchanges: dict[str, Callable[[Circle], Any]] = {
-        "tell": lambda circle: circle.tell("here"),
-        "least": lambda circle: circle.least([1.0]).wait(),
-        "receive": lambda circle: circle.swap([], [(1, data)]),
-        "send": lambda circle: circle.swap([(1, data)], []),
+    exchanges: dict[str, Callable[[RankGroup], Any]] = {
+        "tell": lambda group: group.all_gather("here"),
+        "least": lambda group: group.all_reduce_min([1.0]).wait(),
+        "receive": lambda group: group.exchange([], [(1, data)]),
+        "send": lambda group: group.exchange([(1, data)], []),
     }
     said = {}
     for name, exchange in exchanges.items():
         dist.barrier()  # so that joining takes no longer, either
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(circle_module, "timeout_of", lambda _: timedelta(seconds=2))
-            circle = Circle.of(here(), "writing a checkpoint")
-        if circle.rank == 0:
+            group = RankGroup.join(here(), "writing a checkpoint")
+        if group.rank == 0:
             try:
-                exchange(circle)
+                exchange(group)
                 said[name] = ""
             except RuntimeError as error:
                 said[name] = str(error)
         dist.barrier()
-        circle.close()
+        group.close()
     return said

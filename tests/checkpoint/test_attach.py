@@ -56,7 +56,7 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
             with torch.no_grad():
                 model.weight += 1
             saves.step()
-        saves.engine.drain()
+        saves.checkpointer.drain()
     other = nn.Linear(3, 3)
     with checkpoint.attach({"model": other}, settings=settings) as saves:
         step = saves.restore()  # not always 4: a step that comes while the one before is being sealed is left out
@@ -98,7 +98,7 @@ def test_what_a_rank_has_for_itself_resumes_where_it_was(tmp_path):
                 loader.at += 7
                 drawn = torch.rand(1).item()
                 saves.step()
-            saves.engine.drain()
+            saves.checkpointer.drain()
             return first, drawn if steps else None
 
     torch.manual_seed(1)
@@ -120,8 +120,8 @@ def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
             saves.restore()
             for step in range(steps):
                 saves.step(last=last and step == steps - 1)
-                saves.engine.drain()
-            return saves.engine.facts()["checkpoint_failures"], saves.engine.facts()["checkpoint_lost"]
+                saves.checkpointer.drain()
+            return saves.checkpointer.facts()["checkpoint_failures"], saves.checkpointer.facts()["checkpoint_lost"]
 
     assert start(3) == (0, 0)
     clock[0] += 100

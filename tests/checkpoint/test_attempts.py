@@ -16,9 +16,9 @@ from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import CRASH, MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.checkpointing.trainee import context
 from shoestring.testing.pool import Pool
@@ -27,30 +27,30 @@ RESTART = """
 import logging, os, signal, sys
 from pathlib import Path
 from shoestring.testing.checkpointing.known import trained
-from shoestring.testing.checkpointing.known import engine_of
+from shoestring.testing.checkpointing.known import build_checkpointer
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.recovery.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 root, deadly, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-engine, state, progress = engine_of(root, 0, 1, Files())
+checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
 load = state.load_state_dict
 def loaded(content):
     if content["step"] == deadly:
         os.kill(os.getpid(), how)
     load(content)
 state.load_state_dict = loaded
-step = resume(engine, "auto")
+step = resume(checkpointer, "auto")
 assert state.content["bytes"].equal(state.make(step)["bytes"])
 print(step)
-engine.close()
+checkpointer.close()
 """
 
 
 def saved(root, steps):
     """Saves of every other step, the newest in memory and on disk, the others in memory."""
-    engine, state, progress = engine_of(root, 0, 1, Files())
-    trained(engine, state, progress, range(1, steps + 1))
-    engine.close()
+    checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
+    trained(checkpointer, state, progress, range(1, steps + 1))
+    checkpointer.close()
 
 
 def restarted(root, deadly, how=signal.SIGSEGV):
@@ -85,7 +85,7 @@ def test_what_ends_the_process_each_time_is_given_up_and_the_next_is_taken(tmp_p
     assert (code, step) == (0, "4")
     assert f"skipping the save of step 6: the last {MOST} attempts to load it ended the process" in said
     assert restarted(root, deadly=6)[:2] == (0, "4")  # not tried again before something newer is there
-    saved_since, state, progress = engine_of(root, 0, 1, Files())
+    saved_since, state, progress = build_checkpointer(root, 0, 1, Files())
     assert resume(saved_since, "auto") == 4
     for progress.step in (5, 6):
         state.content = state.make(progress.step)
@@ -116,14 +116,14 @@ def test_an_error_that_is_told_is_no_attempt_that_ended_the_process(tmp_path):
     root = tmp_path / "disk"
     saved(root, 6)
     for _ in range(MOST + 1):
-        engine, state, _ = engine_of(root, 0, 1, Files())
+        checkpointer, state, _ = build_checkpointer(root, 0, 1, Files())
         state.load_state_dict = unfit
         with pytest.raises(CheckpointError, match=r"step 6 .* does not fit"):
-            resume(engine, "auto")
-        engine.close()
-    engine, *_ = engine_of(root, 0, 1, Files())
-    assert resume(engine, "auto") == 6
-    engine.close()
+            resume(checkpointer, "auto")
+        checkpointer.close()
+    checkpointer, *_ = build_checkpointer(root, 0, 1, Files())
+    assert resume(checkpointer, "auto") == 6
+    checkpointer.close()
 
 
 def test_where_nothing_else_is_left_the_user_is_told_how_to_try_again(tmp_path):
@@ -132,11 +132,11 @@ def test_where_nothing_else_is_left_the_user_is_told_how_to_try_again(tmp_path):
     saves = root / "run" / "saves"
     ((path, _),) = manifests(saves)
     (saves / f"{MARK}0").write_text(json.dumps({path.name: MOST}))
-    engine, *_ = engine_of(root, 0, 1, Files())
+    checkpointer, *_ = build_checkpointer(root, 0, 1, Files())
     with pytest.raises(CheckpointError, match=rf"step 2: the last {MOST} attempts .* remove `{saves / MARK}\*`"):
-        resume(engine, "auto")
-    assert resume(engine, str(path)) == 2  # who names it means it
-    engine.close()
+        resume(checkpointer, "auto")
+    assert resume(checkpointer, str(path)) == 2  # who names it means it
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"a": "b"}', b"\xff", b'{"a": 1e999}', b"[" * 99999])
@@ -144,14 +144,14 @@ def test_a_damaged_mark_counts_nothing(tmp_path, damage):
     root = tmp_path / "disk"
     saved(root, 2)
     (root / "run" / "saves" / f"{MARK}0").write_bytes(damage)
-    engine, *_ = engine_of(root, 0, 1, Files())
-    assert resume(engine, "auto") == 2
-    engine.close()
+    checkpointer, *_ = build_checkpointer(root, 0, 1, Files())
+    assert resume(checkpointer, "auto") == 2
+    checkpointer.close()
 
 
 def looked(folder):
     """What a start makes of the files in its folder."""
-    found = Attempts(Circle(0, 1, None), Files(), folder, 0)
+    found = Attempts(RankGroup(0, 1, None), Files(), folder, 0)
     found.look()
     return found.counts
 
@@ -194,16 +194,16 @@ def with_marks(folder, shared):
     setting = Setting(folder=folder, ranks=3, shared=shared)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    trainee.engine.close()
-    generation = max(s.generation for s in trainee.engine.own if s.generation)
+    trainee.checkpointer.close()
+    checkpoint = max(s.checkpoint for s in trainee.checkpointer.own if s.checkpoint)
     copied(setting.place, "now", "left")
     if dist.get_rank() == 2:
-        (setting.disk(2) / f"{MARK}2").write_text(json.dumps({generation.name: MOST}))
+        (setting.disk(2) / f"{MARK}2").write_text(json.dumps({checkpoint.name: MOST}))
     dist.barrier()
     again = Trainee.of(setting)
     with listening() as said:
         found = again.restored()
-    again.engine.close()
+    again.checkpointer.close()
     return found, [line for line in said if line.startswith("skipping the save of step")]
 
 
@@ -218,9 +218,9 @@ def test_what_one_host_knows_counts_on_all(tmp_path, shared):
 
 def killed(root):
     """A start that is killed while it loads."""
-    engine, state, _ = engine_of(Path(root), 0, 1, Files())
+    checkpointer, state, _ = build_checkpointer(Path(root), 0, 1, Files())
     state.load_state_dict = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    resume(engine, "auto")
+    resume(checkpointer, "auto")
 
 
 @pytest.mark.slow
@@ -247,9 +247,9 @@ def test_an_attempt_during_which_memory_ran_out_counts(tmp_path, monkeypatch):
 
     def attempt(more):
         """One start that dies during the load; what the next one knows."""
-        found = Attempts(Circle(0, 1, None), Files(), saves, 0)
+        found = Attempts(RankGroup(0, 1, None), Files(), saves, 0)
         found.look()
-        with pytest.raises(End), found.counted(generation):
+        with pytest.raises(End), found.counted(checkpoint):
             (saves / "kept").mkdir()
             for path in saves.glob(f"{UNDER_WAY}*"):
                 shutil.copy(path, saves / "kept")
@@ -259,9 +259,9 @@ def test_an_attempt_during_which_memory_ran_out_counts(tmp_path, monkeypatch):
             shutil.move(path, saves / path.name)
         (saves / "kept").rmdir()
         starved[0] += more
-        found = Attempts(Circle(0, 1, None), Files(), saves, 0)
+        found = Attempts(RankGroup(0, 1, None), Files(), saves, 0)
         found.look()
-        return found.counts[generation.name]
+        return found.counts[checkpoint.name]
 
-    generation = manifests(saves)[0][1].generation
+    checkpoint = manifests(saves)[0][1].checkpoint
     assert [attempt(more) for more in (1, 0, 1, 1, 0)] == [1, 1, 2, 3, 3]

@@ -16,7 +16,7 @@ from shoestring.checkpoint.tiers import budget
 from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import ConfigError
-from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening, tmpfs
 from shoestring.testing.pool import Pool
 
@@ -25,34 +25,36 @@ OFF = "no saves to memory: no room for 3 slots of 0 MB in this host's memory, of
 
 
 def limited(root, **settings):
-    engine, state, progress = engine_of(root, 0, 1, Files())
-    engine.settings = replace(engine.settings, **settings)
-    return engine, state, progress
+    checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
+    checkpointer.settings = replace(checkpointer.settings, **settings)
+    return checkpointer, state, progress
 
 
-def slots(engine):
-    return sorted({path.name.partition(".")[0] for path in engine.folder.glob("*")})
+def slots(checkpointer):
+    return sorted({path.name.partition(".")[0] for path in checkpointer.folder.glob("*")})
 
 
 def test_slots_are_leased_and_given_back(tmp_path):
-    engine, *rest = limited(tmp_path / "disk")
-    trained(engine, *rest, range(1, BETWEEN + 1))
-    memory = engine.world.memory
-    nbytes = sum(map(len, engine.own[0].parts(("private", "share", "rest")).values()))
+    checkpointer, *rest = limited(tmp_path / "disk")
+    trained(checkpointer, *rest, range(1, BETWEEN + 1))
+    memory = checkpointer.world.memory
+    nbytes = sum(map(len, checkpointer.own[0].parts(("private", "share", "rest")).values()))
     assert {name: taken for name, (taken, _) in memory.leases.items()} == {OWN: 3 * nbytes}
     assert 0 < memory.budget < 1 << 50
-    engine.close()
+    checkpointer.close()
     assert memory.leases == {}
 
 
 def test_where_memory_is_short_saves_go_to_disk_from_one_copy(tmp_path):
-    engine, *rest = limited(tmp_path / "disk", budget=SMALL)
+    checkpointer, *rest = limited(tmp_path / "disk", budget=SMALL)
     with listening() as said:
-        trained(engine, *rest, range(1, 4 * BETWEEN + 1))
+        trained(checkpointer, *rest, range(1, 4 * BETWEEN + 1))
     assert len(said) == 1 and said[0].startswith(OFF)
-    assert list(engine.world.memory.leases) == [STAGING] and slots(engine) == [] and len(engine.own) == 1
-    assert engine.safe == {"memory": 0, "peers": 0, "disk": 4 * BETWEEN}
-    engine.close()
+    assert (
+        list(checkpointer.world.memory.leases) == [STAGING] and slots(checkpointer) == [] and len(checkpointer.own) == 1
+    )
+    assert checkpointer.safe == {"memory": 0, "peers": 0, "disk": 4 * BETWEEN}
+    checkpointer.close()
     again, state, progress = limited(tmp_path / "disk", budget=SMALL)
     assert resume(again, "auto") == 4 * BETWEEN
     trained(again, state, progress, range(4 * BETWEEN + 1, 5 * BETWEEN + 1))
@@ -61,22 +63,22 @@ def test_where_memory_is_short_saves_go_to_disk_from_one_copy(tmp_path):
 
 
 def test_what_others_cannot_do_without_is_given_back_to_them(tmp_path):
-    engine, *rest = limited(tmp_path / "disk", budget=1.0)
-    trained(engine, *rest, range(1, BETWEEN + 1))
-    assert len(slots(engine)) == 1 and engine.world.memory.take("offload", 10**9)
+    checkpointer, *rest = limited(tmp_path / "disk", budget=1.0)
+    trained(checkpointer, *rest, range(1, BETWEEN + 1))
+    assert len(slots(checkpointer)) == 1 and checkpointer.world.memory.take("offload", 10**9)
     with listening() as said:
-        trained(engine, *rest, range(BETWEEN + 1, 3 * BETWEEN + 1))
+        trained(checkpointer, *rest, range(BETWEEN + 1, 3 * BETWEEN + 1))
     assert [line.startswith("no saves to memory") and "offload 1000 MB" in line for line in said] == [True]
-    assert slots(engine) == [] and engine.safe["disk"] == 3 * BETWEEN
-    engine.close()
+    assert slots(checkpointer) == [] and checkpointer.safe["disk"] == 3 * BETWEEN
+    checkpointer.close()
 
 
 def settled(root):
     """The budget of one start, which is then killed."""
-    engine, *rest = limited(root)
-    trained(engine, *rest, range(1, BETWEEN + 1))
-    found = engine.world.memory.budget
-    engine.close()
+    checkpointer, *rest = limited(root)
+    trained(checkpointer, *rest, range(1, BETWEEN + 1))
+    found = checkpointer.world.memory.budget
+    checkpointer.close()
     return found
 
 
@@ -108,26 +110,26 @@ def on_hosts(folder, budget, offload=0):
     """A scenario: three ranks on hosts of their own, with room for what is given, of which one needs some later."""
     setting = Setting(folder=folder, ranks=3)
     trainee = Trainee.of(setting)
-    trainee.engine.settings = replace(trainee.engine.settings, budget=budget[dist.get_rank()])
-    engine, found = trainee.engine, {}
+    trainee.checkpointer.settings = replace(trainee.checkpointer.settings, budget=budget[dist.get_rank()])
+    checkpointer, found = trainee.checkpointer, {}
     with listening() as said:
         trainee.train(5)
         if dist.get_rank() == 1 and offload:
-            engine.world.memory.take("offload", offload)
+            checkpointer.world.memory.take("offload", offload)
         for step in range(6, 10):
             trainee.at(step)
-            engine.wait()
-            engine.capture(False)
-            engine.drain()
-    for name, (nbytes, _) in engine.world.memory.leases.items():
+            checkpointer.wait()
+            checkpointer.capture(False)
+            checkpointer.drain()
+    for name, (nbytes, _) in checkpointer.world.memory.leases.items():
         found[name] = nbytes
-    there = slots(engine)
-    engine.close()
+    there = slots(checkpointer)
+    checkpointer.close()
     again = Trainee.of(setting)
     step = again.restored()
-    again.engine.close()
-    steps = engine.schedule.steps
-    return {"leases": found, "slots": there, "safe": engine.safe, "said": said, "step": step, "steps": steps}
+    again.checkpointer.close()
+    steps = checkpointer.schedule.steps
+    return {"leases": found, "slots": there, "safe": checkpointer.safe, "said": said, "step": step, "steps": steps}
 
 
 @pytest.mark.slow
@@ -162,15 +164,15 @@ def test_of_several_hosts_one_has_too_little(tmp_path):
 def preempted(folder, budget):
     """A scenario: three ranks that are stopped, on machines that end before a save to disk would."""
     trainee = Trainee.of(Setting(folder=folder, ranks=3))
-    engine = trainee.engine
-    engine.settings = replace(engine.settings, budget=budget, deadline=1e-9)
+    checkpointer = trainee.checkpointer
+    checkpointer.settings = replace(checkpointer.settings, budget=budget, deadline=1e-9)
     trainee.train(5)
     trainee.at(6)
-    engine.wait()
-    engine.capture(True)
-    leases = {name: nbytes for name, (nbytes, _) in engine.world.memory.leases.items()}
-    engine.close()
-    return [engine.safe, leases]
+    checkpointer.wait()
+    checkpointer.capture(True)
+    leases = {name: nbytes for name, (nbytes, _) in checkpointer.world.memory.leases.items()}
+    checkpointer.close()
+    return [checkpointer.safe, leases]
 
 
 @pytest.mark.slow
@@ -189,21 +191,21 @@ LIMITED = """
 import sys, torch
 from dataclasses import replace
 from pathlib import Path
-from shoestring.testing.checkpointing.known import engine_of
+from shoestring.testing.checkpointing.known import build_checkpointer
 from shoestring.checkpoint.tiers.file_acts import Files
 group, folder, budget = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 activations = int(sys.argv[4])
-engine, state, progress = engine_of(folder, 0, 1, Files())
-engine.settings = replace(engine.settings, budget=budget, disk_every=2)
+checkpointer, state, progress = build_checkpointer(folder, 0, 1, Files())
+checkpointer.settings = replace(checkpointer.settings, budget=budget, disk_every=2)
 state.make = lambda step: {"bytes": torch.full((64 << 20,), step, dtype=torch.uint8)}
 (group / "cgroup.procs").write_text("0")
 for progress.step in range(1, 9):
     state.content = state.make(progress.step)
     torch.ones(activations, dtype=torch.uint8)
-    engine.wait()
-    engine.capture(False)
-    engine.drain()
-print(engine.safe["disk"], engine.safe["memory"])
+    checkpointer.wait()
+    checkpointer.capture(False)
+    checkpointer.drain()
+print(checkpointer.safe["disk"], checkpointer.safe["memory"])
 """
 ROOM = 280 << 20  # of which the state has 64 MB, twice while it is made anew, and a slot of it is as large
 

@@ -46,7 +46,7 @@ def surveyed(folder):
     setting = Setting(folder=folder, ranks=RANKS, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    trainee.engine.close()
+    trainee.checkpointer.close()
     dist.barrier()  # what the others sealed last is there as well
     found = Counter((p.record.name.partition("-")[0].partition(".")[0], p.step) for p in places(setting))
     return sorted([*key, count] for key, count in found.items())

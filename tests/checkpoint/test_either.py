@@ -46,7 +46,7 @@ def tiered(tmp_path: Path) -> Tiered:
 def test_what_tiered_saved_plain_goes_on_from_and_back_again(plain, tiered):
     assert run(tiered, 2) is None
     assert run(plain, 4) == 2
-    assert run(tiered, 6) == 4  # the one file is newer than the generation beside it
+    assert run(tiered, 6) == 4  # the one file is newer than the checkpoint beside it
     assert run(plain, 8) == 6
     assert run(tiered, 9) == 8
 
@@ -77,8 +77,8 @@ def test_checkpoints_that_cannot_be_used_are_an_error(plain, tiered, tmp_path, k
 def test_what_was_gone_back_from_is_not_taken_again_in_either_form(plain, tiered, tmp_path):
     run(tiered, 2)
     run(plain, 4)
-    (generation,) = (tmp_path / "saves").glob("step-00000002-*")
-    assert run(tiered, 3, where=str(generation)) == 2
+    (checkpoint,) = (tmp_path / "saves").glob("step-00000002-*")
+    assert run(tiered, 3, where=str(checkpoint)) == 2
     assert run(plain, 5) == 3  # not 4, which was abandoned
     (one_file,) = (tmp_path / "saves").glob("step-00000005.safetensors")
     assert run(tiered, 8) == 5

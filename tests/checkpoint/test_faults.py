@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.faults import injected, named
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, STEPS, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, STEPS, Setting, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening, tmpfs
 from shoestring.testing.pool import Pool
 
@@ -44,33 +44,33 @@ def small(tmp_path):
 
 def test_a_full_disk(small, tmp_path):
     root = small("disk", 128 << 10)
-    engine, state, progress = engine_of(root, 0, 1, Files())
+    checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
     saves = root / "run" / "saves"
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    assert engine.safe["disk"] == BETWEEN
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    assert checkpointer.safe["disk"] == BETWEEN
     free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
     (root / "ballast").write_bytes(bytes(free - 8192))
     with listening() as said:
-        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
-    assert engine.safe["disk"] == BETWEEN and named([said], saves)
+        trained(checkpointer, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == BETWEEN and named([said], saves)
     assert os.strerror(errno.ENOSPC) in said[0]
     assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
     (root / "ballast").unlink()
-    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
-    assert engine.safe["disk"] == 3 * BETWEEN
-    engine.close()
+    trained(checkpointer, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == 3 * BETWEEN
+    checkpointer.close()
 
 
 def test_full_shared_memory(small, tmp_path):
     """There is room for two of three slots, and then there are saves on disk still."""
     small("disk-memory-0", 2 << 20)
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     with listening() as said:
-        trained(engine, state, progress, range(1, 4 * BETWEEN + 1))
+        trained(checkpointer, state, progress, range(1, 4 * BETWEEN + 1))
     assert any("no saves to memory: no room" in line and str(tmp_path / "disk-memory-0") in line for line in said)
-    assert engine.safe["disk"] == 4 * BETWEEN
-    engine.close()
-    again, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    assert checkpointer.safe["disk"] == 4 * BETWEEN
+    checkpointer.close()
+    again, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     assert resume(again, "auto") == 4 * BETWEEN
     assert state.content["bytes"].equal(state.make(4 * BETWEEN)["bytes"])
     again.close()
@@ -78,16 +78,16 @@ def test_full_shared_memory(small, tmp_path):
 
 def test_a_disk_that_became_read_only(small):
     root = small("disk", 128 << 10)
-    engine, state, progress = engine_of(root, 0, 1, Files())
-    trained(engine, state, progress, range(1, BETWEEN + 1))
+    checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
     with listening() as said:
         assert os.system(f"mount -o remount,ro {root}") == 0
-        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+        trained(checkpointer, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
         assert os.system(f"mount -o remount,rw {root}") == 0
-    assert engine.safe["disk"] == BETWEEN and named([said], root / "run" / "saves")
-    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
-    assert engine.safe["disk"] == 3 * BETWEEN
-    engine.close()
+    assert checkpointer.safe["disk"] == BETWEEN and named([said], root / "run" / "saves")
+    trained(checkpointer, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == 3 * BETWEEN
+    checkpointer.close()
 
 
 KINDS = {
@@ -109,16 +109,16 @@ def test_a_sync_that_fails_is_believed(tmp_path, monkeypatch, kind):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", failing)
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
-    trained(engine, state, progress, range(1, BETWEEN + 1))
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
     broken.append(True)
     with listening() as said:
-        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
-    assert engine.safe["disk"] == BETWEEN and named([said], tmp_path / "disk" / "run" / "saves"), said
+        trained(checkpointer, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == BETWEEN and named([said], tmp_path / "disk" / "run" / "saves"), said
     broken.clear()
-    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
-    assert engine.safe["disk"] == 3 * BETWEEN
-    engine.close()
+    trained(checkpointer, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == 3 * BETWEEN
+    checkpointer.close()
 
 
 class NoRoom(Files):
@@ -134,7 +134,7 @@ def without_a_host(folder):
     setting = Setting(folder=folder, ranks=3, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    trainee.engine.close()
+    trainee.checkpointer.close()
     found = []
     for files in (NoRoom(), Files()):
         again = Trainee.of(setting, files)
@@ -143,7 +143,7 @@ def without_a_host(folder):
             shutil.rmtree(setting.memory(1))
         dist.barrier()
         found.append(again.restored())
-        again.engine.close()
+        again.checkpointer.close()
     return found
 
 

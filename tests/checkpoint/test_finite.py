@@ -6,27 +6,27 @@ import torch.distributed as dist
 
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, build_checkpointer, trained
 from shoestring.testing.pool import Pool
 
 
-def one_more(engine, state, progress, loss):
+def one_more(checkpointer, state, progress, loss):
     state.content, progress.step = state.make(progress.step + 1), progress.step + 1
-    engine.wait()
-    engine.capture(False, loss)
-    engine.drain()
+    checkpointer.wait()
+    checkpointer.capture(False, loss)
+    checkpointer.drain()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5])
 def test_what_is_not_finite_reaches_no_level(tmp_path, value):
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
-    trained(engine, state, progress, range(1, 2 * BETWEEN))
-    one_more(engine, state, progress, torch.tensor(value))
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    trained(checkpointer, state, progress, range(1, 2 * BETWEEN))
+    one_more(checkpointer, state, progress, torch.tensor(value))
     for _ in range(BETWEEN):
-        one_more(engine, state, progress, None)  # nor does what comes after it, before training has ended
-    engine.close()
-    again, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
-    assert resume(again, "auto") == engine.safe["disk"] == (3 * BETWEEN if value == 1.5 else BETWEEN)
+        one_more(checkpointer, state, progress, None)  # nor does what comes after it, before training has ended
+    checkpointer.close()
+    again, *_ = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    assert resume(again, "auto") == checkpointer.safe["disk"] == (3 * BETWEEN if value == 1.5 else BETWEEN)
     again.close()
 
 
@@ -34,17 +34,17 @@ def diverging(folder, bad):
     """A scenario: on one rank of several the loss is not finite, as where replicas train alone."""
     trainee = Trainee.of(Setting(folder=folder, ranks=3))
     trainee.train(7)
-    engine, before = trainee.engine, dict(trainee.engine.safe)
+    checkpointer, before = trainee.checkpointer, dict(trainee.checkpointer.safe)
     for step in range(8, 12):  # the first is due at peers and on disk
         trainee.at(step)
-        engine.wait()
-        engine.capture(False, torch.tensor(float("nan") if dist.get_rank() == bad else 1.0))
-        engine.drain()
-    after = dict(engine.safe)
-    engine.close()
+        checkpointer.wait()
+        checkpointer.capture(False, torch.tensor(float("nan") if dist.get_rank() == bad else 1.0))
+        checkpointer.drain()
+    after = dict(checkpointer.safe)
+    checkpointer.close()
     again = Trainee.of(Setting(folder=folder, ranks=3))
     found = again.restored()
-    again.engine.close()
+    again.checkpointer.close()
     return before, after, found
 
 

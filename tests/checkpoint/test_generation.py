@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.checkpoint.format.checksum import CHUNK
-from shoestring.checkpoint.format.manifest import FORMAT, LIMIT, Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import FORMAT, LIMIT, CheckpointId, Entry, Record
 from shoestring.checkpoint.tiers import disk
 from shoestring.checkpoint.tiers.slots import SEAL, seals
 from shoestring.core.errors import CheckpointError
@@ -21,14 +21,14 @@ counts = st.integers(0, (1 << 60) - 1)
 def records(draw):
     local, hosts = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     uid = draw(st.text("0123456789abcdef", min_size=1, max_size=8))
-    generation = Generation(draw(counts), draw(counts), uid, local * hosts, local)
+    checkpoint = CheckpointId(draw(counts), draw(counts), uid, local * hosts, local)
     parts = {}
     for rank in range(draw(st.integers(0, 3))):
         nbytes = draw(st.integers(0, 3 * CHUNK))
         marks = draw(st.lists(st.integers(0, 2**32 - 1), min_size=-(-nbytes // CHUNK), max_size=-(-nbytes // CHUNK)))
         parts[f"private-{rank}"] = Entry(f"private-{rank}.safetensors", nbytes, tuple(marks))
     return Record(
-        generation,
+        checkpoint,
         parts,
         draw(st.sampled_from([{}, {"last": True}, {"ranks": [0, 2], "lengths": [7, 8], "marks": [1, 2]}])),
     )
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(record):
 
 GOOD = {
     "format": FORMAT,
-    "generation": {"step": 1, "start": 0, "uid": "ab12", "ranks": 4, "local": 2},
+    "checkpoint": {"step": 1, "start": 0, "uid": "ab12", "ranks": 4, "local": 2},
     "parts": {"private-0": {"file": "private-0.safetensors", "nbytes": 5, "sums": [7]}},
     "notes": {},
 }
@@ -82,13 +82,13 @@ MALICIOUS = {
     "a part that is a list": with_(PART, [1]),
     "notes that are none": with_(("notes",), None),
     "notes that are pairs": with_(("notes",), [["ranks", 1]]),
-    "a generation that is a list": with_(("generation",), [1]),
-    "more ranks than there are": with_(("generation", "ranks"), 1 << 40),
-    "no ranks": with_(("generation", "ranks"), 0),
-    "no ranks of a host": with_(("generation", "local"), 0),
-    "half a host": with_(("generation", "ranks"), 5),
-    "a start of a path": with_(("generation", "uid"), "../../x"),
-    "an empty start": with_(("generation", "uid"), ""),
+    "a checkpoint that is a list": with_(("checkpoint",), [1]),
+    "more ranks than there are": with_(("checkpoint", "ranks"), 1 << 40),
+    "no ranks": with_(("checkpoint", "ranks"), 0),
+    "no ranks of a host": with_(("checkpoint", "local"), 0),
+    "half a host": with_(("checkpoint", "ranks"), 5),
+    "a start of a path": with_(("checkpoint", "uid"), "../../x"),
+    "an empty start": with_(("checkpoint", "uid"), ""),
     "too few checksums": with_((*PART, "sums"), []),
     "too many checksums": with_((*PART, "sums"), [1, 2]),
     "checksums of text": with_((*PART, "sums"), "1"),
@@ -100,7 +100,7 @@ MALICIOUS = {
 }
 FILES = ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "a/", "./a", 7, None, ["a"])
 MALICIOUS |= {f"{file!r} for a file": with_((*PART, "file"), file) for file in FILES}
-MALICIOUS |= {f"{n!r} for a step": with_(("generation", "step"), n) for n in NUMBERS}
+MALICIOUS |= {f"{n!r} for a step": with_(("checkpoint", "step"), n) for n in NUMBERS}
 MALICIOUS |= {f"{n!r} for bytes": with_((*PART, "nbytes"), n) for n in NUMBERS}
 MALICIOUS |= {f"{n!r} for a checksum": with_((*PART, "sums"), [n]) for n in NUMBERS}
 
@@ -125,7 +125,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-PATHS = [(key,) for key in GOOD] + [("generation", key) for key in GOOD["generation"]] + [PART]
+PATHS = [(key,) for key in GOOD] + [("checkpoint", key) for key in GOOD["checkpoint"]] + [PART]
 PATHS += [(*PART, key) for key in ("file", "nbytes", "sums")] + [("notes", "ranks"), ("notes", "lengths")]
 
 
@@ -155,7 +155,7 @@ def test_a_huge_record_is_not_read(tmp_path):
 
 
 def test_damaged_records_are_passed_over(tmp_path):
-    good = Record(Generation(1, 0, "ab", 1, 1), {}, {})
+    good = Record(CheckpointId(1, 0, "ab", 1, 1), {}, {})
     for name, data in (("step-1", good.dumps()), ("step-2", good.dumps()[:-1]), ("step-3", b"")):
         (tmp_path / name).mkdir()
         (tmp_path / name / disk.MANIFEST).write_bytes(data)
@@ -164,7 +164,7 @@ def test_damaged_records_are_passed_over(tmp_path):
 
 
 def test_a_seal_speaks_of_its_own_slot_only(tmp_path):
-    record = Record(Generation(1, 0, "ab", 1, 1), {"private-0": Entry("own-0-1.private", 0, ())}, {})
+    record = Record(CheckpointId(1, 0, "ab", 1, 1), {"private-0": Entry("own-0-1.private", 0, ())}, {})
     for name in ("own-0-0", "own-0-1", "own-0-10"):
         (tmp_path / f"{name}{SEAL}").write_bytes(record.dumps())
     assert list(seals(tmp_path)) == [(tmp_path / f"own-0-1{SEAL}", record)]

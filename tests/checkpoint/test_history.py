@@ -14,7 +14,7 @@ from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import seals, slots_folder
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
@@ -26,73 +26,73 @@ GOLDEN = Path(__file__).parents[1] / "golden/checkpoint-format-2"
 
 
 def steps(saves):
-    return sorted(record.generation.step for _, record in manifests(saves))
+    return sorted(record.checkpoint.step for _, record in manifests(saves))
 
 
 # -- going back -------------------------------------------------------------------------------------------------------
 
 
 def test_a_rollback_lasts_though_the_run_is_killed_before_it_saves(start, saves):
-    engine, state, progress = start(keep=9)
-    trained(engine, state, progress, range(1, 4 * BETWEEN + 1))
-    engine.close()
-    old = next(path for path, record in manifests(saves) if record.generation.step == 2 * BETWEEN)
-    engine, *_ = start(keep=9)
-    assert resume(engine, str(old)) == 2 * BETWEEN
-    engine.close()  # without having saved anything
-    engine, state, progress = start(keep=9)
-    assert resume(engine, "auto") == 2 * BETWEEN
+    checkpointer, state, progress = start(keep=9)
+    trained(checkpointer, state, progress, range(1, 4 * BETWEEN + 1))
+    checkpointer.close()
+    old = next(path for path, record in manifests(saves) if record.checkpoint.step == 2 * BETWEEN)
+    checkpointer, *_ = start(keep=9)
+    assert resume(checkpointer, str(old)) == 2 * BETWEEN
+    checkpointer.close()  # without having saved anything
+    checkpointer, state, progress = start(keep=9)
+    assert resume(checkpointer, "auto") == 2 * BETWEEN
     assert steps(saves) == [BETWEEN * n for n in (1, 2, 3, 4)]  # and could be undone by name
-    trained(engine, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
-    found = [record.generation for _, record in manifests(saves)]
+    trained(checkpointer, state, progress, range(2 * BETWEEN + 1, 3 * BETWEEN + 1))
+    found = [record.checkpoint for _, record in manifests(saves)]
     # What was done again replaces what was abandoned; what was not is there still.
     assert [(each.step // BETWEEN, each.start) for each in found] == [(4, 0), (3, 2), (2, 0), (1, 0)]
-    engine.close()
-    engine, *_ = start(keep=9)
-    assert resume(engine, "auto") == 3 * BETWEEN
+    checkpointer.close()
+    checkpointer, *_ = start(keep=9)
+    assert resume(checkpointer, "auto") == 3 * BETWEEN
 
 
 def test_a_start_that_restores_nothing_deletes_none_of_the_saves_there(start, saves):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, 4 * BETWEEN + 1))
-    engine.close()
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, 6 * BETWEEN + 1))
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, 4 * BETWEEN + 1))
+    checkpointer.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, 6 * BETWEEN + 1))
     assert steps(saves) == [4 * BETWEEN, 6 * BETWEEN]
-    engine.close()
-    engine, *_ = start()
-    assert resume(engine, "auto") == 6 * BETWEEN
+    checkpointer.close()
+    checkpointer, *_ = start()
+    assert resume(checkpointer, "auto") == 6 * BETWEEN
 
 
 def test_where_only_others_are_left_nothing_is_begun_beside_them(start, saves, tmp_path):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    engine.close()
-    engine, state, progress = start()
-    trained(engine, state, progress, [1])  # restores nothing, saves nothing to disk
-    engine.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    checkpointer.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, [1])  # restores nothing, saves nothing to disk
+    checkpointer.close()
     shutil.rmtree(tmp_path / "disk-memory-0")
-    engine, *_ = start()
+    checkpointer, *_ = start()
     with pytest.raises(
         CheckpointError, match=rf"no checkpoint of the newest start, though others up to step {BETWEEN}"
     ):
-        resume(engine, "auto")
-    assert resume(engine, str(manifests(saves)[0][0])) == BETWEEN
+        resume(checkpointer, "auto")
+    assert resume(checkpointer, str(manifests(saves)[0][0])) == BETWEEN
 
 
 def test_a_history_that_is_lost_or_damaged_loses_no_checkpoint(start, saves, tmp_path):
-    engine, state, progress = start(keep=2)
-    trained(engine, state, progress, range(1, 3 * BETWEEN + 1))
-    run = engine.keeper.disk.run
-    engine.close()
+    checkpointer, state, progress = start(keep=2)
+    trained(checkpointer, state, progress, range(1, 3 * BETWEEN + 1))
+    run = checkpointer.keeper.disk.run
+    checkpointer.close()
     for damage in (b"", b"{}", None):
         if damage is None:
             (saves / HISTORY).unlink()
         else:
             (saves / HISTORY).write_bytes(damage)
-        engine, *_ = start(keep=2)
-        assert resume(engine, "auto") == 3 * BETWEEN and engine.keeper.disk.run == run
-        engine.close()
+        checkpointer, *_ = start(keep=2)
+        assert resume(checkpointer, "auto") == 3 * BETWEEN and checkpointer.keeper.disk.run == run
+        checkpointer.close()
     trained(*(again := start(keep=2)), [])
     assert resume(again[0], "auto") == 3 * BETWEEN
     trained(*again, range(3 * BETWEEN + 1, 4 * BETWEEN + 1))
@@ -103,11 +103,11 @@ def test_a_history_that_is_lost_or_damaged_loses_no_checkpoint(start, saves, tmp
 
 
 def earlier(tmp_path):
-    """A start in a folder with checkpoints of format 2: (engine, state, progress)."""
+    """A start in a folder with checkpoints of format 2: (checkpointer, state, progress)."""
     state, progress = Known(lambda step: {"weight": torch.arange(6.0).view(2, 3) * step, "step": step}), Progress()
     settings = Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=2, disk_every=2)
     kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
-    return Engine(kept, progress, World(), settings, slots_folder(settings, World()), set), state, progress
+    return Checkpointer(kept, progress, World(), settings, slots_folder(settings, World()), set), state, progress
 
 
 def test_checkpoints_of_the_earlier_format_are_read_continued_and_retired(tmp_path):
@@ -117,16 +117,16 @@ def test_checkpoints_of_the_earlier_format_are_read_continued_and_retired(tmp_pa
         2,
     ]
     for _ in range(2):  # the second time the history says that they are this run's
-        engine, state, progress = earlier(tmp_path)
-        assert resume(engine, "auto") == 4 and progress.step == 4
+        checkpointer, state, progress = earlier(tmp_path)
+        assert resume(checkpointer, "auto") == 4 and progress.step == 4
         assert state.content["weight"].equal(state.make(4)["weight"]) and state.content["step"] == 4
-        engine.close()
-    engine, state, progress = earlier(tmp_path)
-    assert resume(engine, "auto") == 4
-    trained(engine, state, progress, range(5, 7))
+        checkpointer.close()
+    checkpointer, state, progress = earlier(tmp_path)
+    assert resume(checkpointer, "auto") == 4
+    trained(checkpointer, state, progress, range(5, 7))
     assert steps(tmp_path / "saves") == [4, 6]  # the newest two are kept
-    assert {len(record.generation.run) for _, record in manifests(tmp_path / "saves")} == {0, 16}
-    engine.close()
+    assert {len(record.checkpoint.run) for _, record in manifests(tmp_path / "saves")} == {0, 16}
+    checkpointer.close()
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -145,34 +145,34 @@ class Dying(Files):
 
 
 def test_a_last_step_that_was_sealed_but_not_committed_is_put_on_disk_by_the_next_start(start, saves):
-    engine, state, progress = start(Dying())
-    trained(engine, state, progress, range(1, 3))
+    checkpointer, state, progress = start(Dying())
+    trained(checkpointer, state, progress, range(1, 3))
     state.content, progress.step = state.make(3), 3
-    engine.wait()
+    checkpointer.wait()
     with pytest.raises(Killed):
-        engine.capture(True)
+        checkpointer.capture(True)
     assert steps(saves) == [2]
-    engine.close()
-    engine, state, progress = start()
-    assert resume(engine, "auto") == 3 and engine.finished
+    checkpointer.close()
+    checkpointer, state, progress = start()
+    assert resume(checkpointer, "auto") == 3 and checkpointer.finished
     assert steps(saves) == [3]
-    close(engine)
-    engine, state, progress = start()
-    assert resume(engine, "auto") == 3 and state.content["bytes"].equal(state.make(3)["bytes"])
+    close(checkpointer)
+    checkpointer, state, progress = start()
+    assert resume(checkpointer, "auto") == 3 and state.content["bytes"].equal(state.make(3)["bytes"])
 
 
 def test_a_run_that_ended_leaves_nothing_in_memory_though_killed_before_it_was_cleared(start, saves, tmp_path):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, 3))
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, 3))
     state.content, progress.step = state.make(3), 3
-    engine.wait()
-    engine.capture(True)
-    engine.finished = False  # as if it were killed here
-    engine.close()
+    checkpointer.wait()
+    checkpointer.capture(True)
+    checkpointer.finished = False  # as if it were killed here
+    checkpointer.close()
     assert list((tmp_path / "disk-memory-0").rglob("*.seal"))
-    engine, *_ = start()
-    assert resume(engine, "auto") == 3
-    close(engine)
+    checkpointer, *_ = start()
+    assert resume(checkpointer, "auto") == 3
+    close(checkpointer)
     assert not list((tmp_path / "disk-memory-0").rglob("*.*")) and steps(saves) == [3]
 
 
@@ -181,27 +181,27 @@ def test_a_run_that_ended_leaves_nothing_in_memory_though_killed_before_it_was_c
 
 @pytest.mark.parametrize("what", ["all", "seals", "files"])
 def test_slots_removed_under_a_running_process_are_not_said_to_be_safe(start, tmp_path, what):
-    engine, state, progress = start()
-    engine.schedule.steps = {"memory": 1, "peers": 0, "disk": 0}
-    trained(engine, state, progress, range(1, 4))
-    assert engine.safe["memory"] == 2  # as was agreed before step 3
+    checkpointer, state, progress = start()
+    checkpointer.schedule.steps = {"memory": 1, "peers": 0, "disk": 0}
+    trained(checkpointer, state, progress, range(1, 4))
+    assert checkpointer.safe["memory"] == 2  # as was agreed before step 3
     if what == "all":
         shutil.rmtree(tmp_path / "disk-memory-0")
-    for path in engine.folder.glob({"all": "*", "seals": "*.seal", "files": "*.private"}[what]):
+    for path in checkpointer.folder.glob({"all": "*", "seals": "*.seal", "files": "*.private"}[what]):
         path.unlink()
     progress.step, state.content = 4, state.make(4)
-    engine.wait()
+    checkpointer.wait()
     with listening() as said:
-        engine.capture(False)
-        assert engine.safe["memory"] == 0  # step 3 was, until now
-        engine.drain()
-        trained(engine, state, progress, [5])
-    assert engine.safe["memory"] in (0, 4)
-    held = [record.generation.step for _, record in seals(engine.folder)]
-    assert engine.safe["memory"] in (0, *held)
+        checkpointer.capture(False)
+        assert checkpointer.safe["memory"] == 0  # step 3 was, until now
+        checkpointer.drain()
+        trained(checkpointer, state, progress, [5])
+    assert checkpointer.safe["memory"] in (0, 4)
+    held = [record.checkpoint.step for _, record in seals(checkpointer.folder)]
+    assert checkpointer.safe["memory"] in (0, *held)
     assert (what == "seals") or any("has been removed by another program" in line for line in said)
-    trained(engine, state, progress, range(6, 12))
-    assert engine.safe["memory"] == 10  # there are new files
-    engine.close()
-    engine, state, _ = start()
-    assert resume(engine, "auto") == 11 and state.content["bytes"].equal(state.make(11)["bytes"])
+    trained(checkpointer, state, progress, range(6, 12))
+    assert checkpointer.safe["memory"] == 10  # there are new files
+    checkpointer.close()
+    checkpointer, state, _ = start()
+    assert resume(checkpointer, "auto") == 11 and state.content["bytes"].equal(state.make(11)["bytes"])

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from shoestring.checkpoint.format import tree
 from shoestring.checkpoint.format.checksum import crc32, sums
-from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.checkpoint.interop import dcp, exports
@@ -25,7 +25,7 @@ from shoestring.checkpoint.recovery.reader import DISK, Offer
 from shoestring.checkpoint.recovery.resume import load
 from shoestring.checkpoint.recovery.search import Recovery
 from shoestring.checkpoint.tiers import disk, plain
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import SEAL, sealed
 from shoestring.commands.archive import Archive
 from shoestring.core.errors import CheckpointError
@@ -186,7 +186,7 @@ def test_a_tensor_of_no_elements_and_a_huge_shape_is_refused():
 
 
 def offers(ranks, there, notes=()):
-    of = Generation(1, 0, "ab", ranks, 1)
+    of = CheckpointId(1, 0, "ab", ranks, 1)
     return [
         Offer(of, 0, DISK, f"/x/{part}", part, Entry(part, 0, ()), tuple(notes))
         for part in (f"private-{r}" for r in there)
@@ -194,7 +194,7 @@ def offers(ranks, there, notes=()):
 
 
 def test_a_record_of_65536_ranks_takes_no_time():
-    recovery = Recovery({}, World(), Circle.of(World()))
+    recovery = Recovery({}, World(), RankGroup.join(World()))
     ranks = 1 << 16
     began = time.process_time()
     assert len(list(recovery.choices(offers(ranks, range(ranks))))) == 1
@@ -248,9 +248,9 @@ class Unfit:
 def test_whatever_a_state_raises_says_that_it_does_not_fit(tmp_path):
     kept = {"mine": Kept(Unfit(), "same", None)}
     wanted = SimpleNamespace(state=lambda name: {})
-    engine = SimpleNamespace(kept=kept, circle=Circle.of(World()))
+    checkpointer = SimpleNamespace(kept=kept, group=RankGroup.join(World()))
     with pytest.raises(CheckpointError, match="step 3 does not fit this run's mine: unhashable type"):
-        load(engine, wanted, "step 3")
+        load(checkpointer, wanted, "step 3")
     path = tmp_path / "step-00000003.safetensors"
     path.write_bytes(pack({"format": plain.FORMAT, "shared": {"mine": {}}, "own": []}))
     with pytest.raises(CheckpointError, match="does not fit this run's mine: unhashable type"):

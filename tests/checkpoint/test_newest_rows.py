@@ -48,11 +48,11 @@ def train(folder):
 
 def train_and_die(folder, late):
     """Train, and be killed once step 4 is saved and before its row is written."""
-    engines, step, begin, built = [], Meter.step, tiered.Engine.begin, Job.__post_init__
+    checkpointers, step, begin, built = [], Meter.step, tiered.Checkpointer.begin, Job.__post_init__
 
-    def begun(engine, *given):
-        engines.append(engine)
-        begin(engine, *given)
+    def begun(checkpointer, *given):
+        checkpointers.append(checkpointer)
+        begin(checkpointer, *given)
 
     def deferring(job, total):
         built(job, total)
@@ -60,12 +60,12 @@ def train_and_die(folder, late):
 
     def killed(meter, loss):
         if meter.job.progress.step == KILLED:
-            for engine in engines:
-                engine.drain()
+            for checkpointer in checkpointers:
+                checkpointer.drain()
             os.kill(os.getpid(), signal.SIGKILL)
         step(meter, loss)
 
-    tiered.Engine.begin, Meter.step, Job.__post_init__ = begun, killed, deferring
+    tiered.Checkpointer.begin, Meter.step, Job.__post_init__ = begun, killed, deferring
     train(folder)
 
 

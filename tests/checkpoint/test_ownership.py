@@ -16,15 +16,15 @@ from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import slots_folder
-from shoestring.checkpoint.tiers.tiered import REPLACED, Engine
+from shoestring.checkpoint.tiers.tiered import REPLACED, Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening
 
 
 def steps(saves):
-    return sorted(record.generation.step for _, record in manifests(saves))
+    return sorted(record.checkpoint.step for _, record in manifests(saves))
 
 
 # -- only what is its own ---------------------------------------------------------------------------------------------
@@ -50,12 +50,12 @@ def test_nothing_of_others_in_the_folder_is_deleted(start, saves, tmp_path):
         (saves / name).write_bytes(content)
     (saves / "step-00000003-0000-abcdef12").symlink_to(elsewhere)
     (saves / ".loading-7").symlink_to(elsewhere / "precious")
-    engine, state, progress = start()
-    trained(engine, state, progress, [1])
-    mine = engine.keeper.disk.run
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, [1])
+    mine = checkpointer.keeper.disk.run
     (saves / f".step-00000001-0000-abcdef12.{mine}.tmp").symlink_to(elsewhere)
     (saves / f".step-00000009-0000-abcdef12.{mine}.tmp").mkdir()  # and this is what it is for
-    trained(engine, state, progress, range(2, 3 * BETWEEN + 1))
+    trained(checkpointer, state, progress, range(2, 3 * BETWEEN + 1))
     assert steps(saves) == [3 * BETWEEN]
     assert {name: (saves / name).read_bytes() for name in others} == others
     assert (elsewhere / "precious").read_bytes() == b"1"
@@ -64,11 +64,11 @@ def test_nothing_of_others_in_the_folder_is_deleted(start, saves, tmp_path):
 
 
 def test_a_link_to_another_run_s_checkpoint_is_resumed_from_and_never_emptied(start, saves, tmp_path):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    engine.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    checkpointer.close()
     ((path, _),) = manifests(saves)
-    other, state, progress = engine_of(tmp_path / "other", 0, 1, Files())
+    other, state, progress = build_checkpointer(tmp_path / "other", 0, 1, Files())
     folder = tmp_path / "other/run/saves"
     folder.mkdir(parents=True)
     (folder / path.name).symlink_to(path)
@@ -87,10 +87,10 @@ HOLDER = """
 import signal, sys
 from pathlib import Path
 from shoestring.testing.checkpointing.known import trained
-from shoestring.testing.checkpointing.known import engine_of
+from shoestring.testing.checkpointing.known import build_checkpointer
 from shoestring.checkpoint.tiers.file_acts import Files
-engine, state, progress = engine_of(Path(sys.argv[1]), 0, 1, Files())
-trained(engine, state, progress, range(1, 3))
+checkpointer, state, progress = build_checkpointer(Path(sys.argv[1]), 0, 1, Files())
+trained(checkpointer, state, progress, range(1, 3))
 print("there", flush=True)
 signal.pause()
 """
@@ -116,25 +116,25 @@ def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, h
     for stopped in (False, True):
         if stopped:
             holder.send_signal(signal.SIGSTOP)
-        engine, state, progress = start()
+        checkpointer, state, progress = start()
         with pytest.raises(CheckpointError, match=rf"`{saves}` is in use by process {holder.pid} on "):
-            resume(engine, "auto")
+            resume(checkpointer, "auto")
         with pytest.raises(CheckpointError, match="is in use"):
-            trained(engine, state, progress, [1])
+            trained(checkpointer, state, progress, [1])
     assert steps(saves) == before
     holder.kill()  # the lock goes with it
     holder.wait()
-    engine, *_ = start()
-    assert resume(engine, "auto") == BETWEEN
+    checkpointer, *_ = start()
+    assert resume(checkpointer, "auto") == BETWEEN
 
 
 def test_a_process_that_lives_on_with_slots_of_the_run_keeps_others_out(start, holder, saves, tmp_path):
     """Say a worker, whose first rank has died, or on a disk where locks do not work between hosts."""
     holder.send_signal(signal.SIGSTOP)
     (saves / LOCK).unlink()
-    engine, *_ = start()
+    checkpointer, *_ = start()
     with pytest.raises(CheckpointError, match=rf"`{tmp_path}.*memory.*` is in use by process {holder.pid} on "):
-        resume(engine, "auto")
+        resume(checkpointer, "auto")
 
 
 class Meanwhile(Files):
@@ -152,33 +152,39 @@ class Meanwhile(Files):
 def other_host(tmp_path, saves, done):
     """Another start takes the folder over, as from a host that no lock of this one keeps out; it saves two more."""
     (saves / LOCK).unlink()
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     memory = tmp_path / "other-memory"
-    engine.settings = replace(engine.settings, memory=str(memory))
-    engine = Engine(
-        engine.kept, progress, World(), engine.settings, slots_folder(engine.settings, World()), set, Files()
+    checkpointer.settings = replace(checkpointer.settings, memory=str(memory))
+    checkpointer = Checkpointer(
+        checkpointer.kept,
+        progress,
+        World(),
+        checkpointer.settings,
+        slots_folder(checkpointer.settings, World()),
+        set,
+        Files(),
     )
-    step = resume(engine, "auto")
+    step = resume(checkpointer, "auto")
     done.append(step)
-    trained(engine, state, progress, range(step + 1, step + 1 + BETWEEN))
-    engine.close()
+    trained(checkpointer, state, progress, range(step + 1, step + 1 + BETWEEN))
+    checkpointer.close()
 
 
 def test_a_start_that_was_replaced_commits_nothing_deletes_nothing_and_ends(start, saves, tmp_path):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, BETWEEN + 1))
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
     done = []
     other_host(tmp_path, saves, done)
     assert done == [BETWEEN] and steps(saves) == [2 * BETWEEN]
     history = History.read(saves)
     with listening() as said:
-        trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+        trained(checkpointer, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
     assert any("another start of this run has taken over" in line for line in said)
-    assert engine.safe["disk"] == BETWEEN
+    assert checkpointer.safe["disk"] == BETWEEN
     with pytest.raises(CheckpointError, match=REPLACED):
-        trained(engine, state, progress, range(2 * BETWEEN + 1, 4 * BETWEEN + 1))
+        trained(checkpointer, state, progress, range(2 * BETWEEN + 1, 4 * BETWEEN + 1))
     with pytest.raises(CheckpointError, match="another start"):
-        engine.capture(True)
+        checkpointer.capture(True)
     assert steps(saves) == [2 * BETWEEN] and History.read(saves) == history
     assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
 
@@ -187,13 +193,13 @@ def test_a_start_that_was_replaced_commits_nothing_deletes_nothing_and_ends(star
 def test_what_a_replaced_start_commits_between_look_and_rename_is_not_resumed(start, saves, tmp_path, act, name):
     """Stopped at the worst moment, replaced, and woken up."""
     acts, done = Meanwhile(act, name, None), []
-    engine, state, progress = start(acts)
-    trained(engine, state, progress, range(1, BETWEEN + 1))
+    checkpointer, state, progress = start(acts)
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
     acts.work = lambda: other_host(tmp_path, saves, done)
-    trained(engine, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
+    trained(checkpointer, state, progress, range(BETWEEN + 1, 2 * BETWEEN + 1))
     assert len(done) == 1
-    engine.close()
-    ((newest, _), *_) = [(path, record) for path, record in manifests(saves) if record.generation.start > 0]
+    checkpointer.close()
+    ((newest, _), *_) = [(path, record) for path, record in manifests(saves) if record.checkpoint.start > 0]
     shutil.rmtree(tmp_path / "disk-memory-0")
     again, state, progress = start()
     assert resume(again, "auto") == done[0] + BETWEEN
@@ -221,29 +227,29 @@ def test_a_child_does_not_hold_the_lock_on(tmp_path):
 
 
 def test_a_folder_made_anew_does_not_resume_what_a_dead_run_left_in_memory(start, saves, tmp_path):
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, 3 * BETWEEN + 1))
-    engine.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, 3 * BETWEEN + 1))
+    checkpointer.close()
     shutil.rmtree(tmp_path / "disk")
-    engine, state, progress = start()
+    checkpointer, state, progress = start()
     with listening() as said:
-        assert resume(engine, "auto") is None
+        assert resume(checkpointer, "auto") is None
     assert any("does not say of which run it is" in line for line in said)
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    engine.close()
-    engine, *_ = start()
-    assert resume(engine, "auto") == BETWEEN  # its own
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    checkpointer.close()
+    checkpointer, *_ = start()
+    assert resume(checkpointer, "auto") == BETWEEN  # its own
 
 
 def test_a_part_of_another_checkpoint_is_not_read(start, saves, tmp_path):
     """However well its file and checksums fit the manifest."""
-    engine, state, progress = start()
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    engine.close()
+    checkpointer, state, progress = start()
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    checkpointer.close()
     shutil.rmtree(tmp_path / "disk-memory-0")
     ((path, record),) = manifests(saves)
     for key, value in (("run", "0" * 16), ("uid", "00"), ("start", 7), ("step", 8)):
-        other = replace(record, generation=replace(record.generation, **{key: value}))
+        other = replace(record, checkpoint=replace(record.checkpoint, **{key: value}))
         (path / disk.MANIFEST).write_bytes(other.dumps())
         (saves / HISTORY).unlink(missing_ok=True)
         again, *_ = start()

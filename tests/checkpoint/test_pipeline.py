@@ -10,7 +10,7 @@ import torch
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, seals, slots_folder
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
@@ -41,18 +41,18 @@ class Rig:
             folder=str(folder / "saves"), memory=str(folder / "memory"), memory_every=1, disk_every=0, **settings
         )
         self.folder = slots_folder(self.settings, World())
-        self.engine = Engine(kept, self.progress, World(), self.settings, self.folder, set, self.files)
+        self.checkpointer = Checkpointer(kept, self.progress, World(), self.settings, self.folder, set, self.files)
 
     def step(self):
         """One more; the steps that the slots hold then, or nothing of a slot that is being filled."""
-        self.engine.wait()
+        self.checkpointer.wait()
         self.progress.step += 1
         self.state.content = {"x": torch.tensor(float(self.progress.step))}
-        self.engine.capture(False)
+        self.checkpointer.capture(False)
         return self.held()
 
     def held(self):
-        return sorted(record.generation.step for _, record in seals(self.folder))
+        return sorted(record.checkpoint.step for _, record in seals(self.folder))
 
 
 @pytest.fixture
@@ -66,24 +66,24 @@ def rig(tmp_path):
     yield make
     for each in made:
         each.files.gate.set()
-        each.engine.close()
+        each.checkpointer.close()
 
 
 def test_saves_go_on_while_earlier_ones_are_sealed_but_not_over_the_newest_that_is_whole(rig):
     found = rig(slots=3)
     for _ in range(3):
         found.step()
-        found.engine.drain()
+        found.checkpointer.drain()
     assert found.held() == [1, 2, 3]
     found.files.gate.clear()
     assert found.step() == [2, 3]  # the oldest slot is filled anew,
     assert found.step() == [3]  # and before it is sealed the next one;
     assert found.step() == [3] and found.step() == [3]  # but 3 is all there is, so nothing takes its place
     found.files.gate.set()
-    found.engine.drain()
+    found.checkpointer.drain()
     assert found.held() == [3, 4, 5]
     found.step()  # what was put off is made up for
-    found.engine.drain()
+    found.checkpointer.drain()
     assert found.held() == [4, 5, 8]
 
 
@@ -91,11 +91,11 @@ def test_with_two_slots_one_save_is_under_way_at_a_time(rig):
     found = rig(slots=2)
     for _ in range(2):
         found.step()
-        found.engine.drain()
+        found.checkpointer.drain()
     found.files.gate.clear()
     assert found.step() == [2] and found.step() == [2]
     found.files.gate.set()
-    found.engine.drain()
+    found.checkpointer.drain()
     assert found.held() == [2, 3]
 
 
@@ -113,12 +113,12 @@ def test_memory_for_what_a_gpu_holds_is_reserved_beside_training(rig, monkeypatc
         reserve(slot, sizes)
 
     monkeypatch.setattr(Slot, "reserve", late)
-    found.engine.world = replace(found.engine.world, device=torch.device("cuda"))
+    found.checkpointer.world = replace(found.checkpointer.world, device=torch.device("cuda"))
     assert found.step() == [] and found.step() == []  # training goes on
     gate.set()
-    found.engine.drain()
+    found.checkpointer.drain()
     assert {*reserved.values()} == {"checkpoint-seal"} and {*reserved} == {"own-0-0", "own-0-1"}
     assert all((found.folder / f"{name}.private").stat().st_size > 0 for name in reserved)
     found.step()
-    found.engine.drain()
+    found.checkpointer.drain()
     assert found.held() == [3]

@@ -135,7 +135,7 @@ def saved(folder, place, weight):
     saves.restore()
     saves.step()
     saves.step()
-    saves.engine.drain()
+    saves.checkpointer.drain()
     saves.close()
     return slots(folder, place)
 
@@ -201,7 +201,7 @@ def test_slots_that_another_user_remakes_under_a_running_process_are_not_used(pl
         saves.restore()
         for _ in range(2):
             saves.step()
-            saves.engine.drain()
+            saves.checkpointer.drain()
         shutil.rmtree(place / USER)
 
         def remake():
@@ -213,8 +213,8 @@ def test_slots_that_another_user_remakes_under_a_running_process_are_not_used(pl
         with caplog.at_level(logging.WARNING):
             for _ in range(5):
                 saves.step()
-                saves.engine.drain()
-        assert saves.engine.safe["memory"] == 0
+                saves.checkpointer.drain()
+        assert saves.checkpointer.safe["memory"] == 0
         assert not list((run / "host-0").iterdir())
     assert f"is not private to this user: it belongs to user {OTHER}" in caplog.text
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoestring.checkpoint.format.layout import Box, Leaf
-from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.format.part import Draft
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.budget import OWN
@@ -18,7 +18,7 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.plain import saves
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, engine_of
+from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, build_checkpointer
 from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.pool import Pool
 
@@ -30,7 +30,7 @@ def unreadable(folder, memory):
     setting = Setting(folder=folder, ranks=3, shared=False)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    trainee.engine.close()
+    trainee.checkpointer.close()
     copied(setting.place, "now", "left")
     if not memory:
         for host in range(3) if dist.get_rank() == 0 else ():
@@ -38,13 +38,13 @@ def unreadable(folder, memory):
     dist.barrier()
     again = Trainee.of(setting)
     if dist.get_rank() == 1:
-        again.engine.settings = replace(again.engine.settings, folder=str(setting.disk(1) / TOO_LONG))
+        again.checkpointer.settings = replace(again.checkpointer.settings, folder=str(setting.disk(1) / TOO_LONG))
     with listening() as said:
         try:
-            found = resume(again.engine, "auto")
+            found = resume(again.checkpointer, "auto")
         except CheckpointError as error:
             found = str(error)
-    again.engine.close()
+    again.checkpointer.close()
     return found, said
 
 
@@ -79,18 +79,18 @@ def half(name, first, dtype, shape, step=2):
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float64, (4, 3)), (torch.float32, (5, 3))])
 def test_parts_of_which_one_tensor_has_two_types_are_refused(tmp_path, dtype, shape):
-    engine, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
-    disk, generation = Disk(tmp_path / "disk" / "run" / "saves", Files()), Generation(2, 0, "ab", 1, 1)
+    checkpointer, *_ = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    disk, checkpoint = Disk(tmp_path / "disk" / "run" / "saves", Files()), CheckpointId(2, 0, "ab", 1, 1)
     parts = half("private-0", 0, torch.float32, (4, 3)) | half("share-0", 2, dtype, shape)
-    disk.commit(Record(generation, disk.write(generation, parts)))
-    one, other = (f"`{disk.folder / generation.name}/{part}-0.safetensors`" for part in ("private", "share"))
+    disk.commit(Record(checkpoint, disk.write(checkpoint, parts)))
+    one, other = (f"`{disk.folder / checkpoint.name}/{part}-0.safetensors`" for part in ("private", "share"))
     said = f"`weight` is torch.float32 (4, 3) in {one} and {dtype} {shape} in {other}"
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        resume(engine, "auto")
+        resume(checkpointer, "auto")
     good = half("private-0", 0, torch.float32, (4, 3), 3) | half("share-0", 2, torch.float32, (4, 3), 3)
-    disk.commit(Record(Generation(3, 0, "ab", 1, 1), disk.write(Generation(3, 0, "ab", 1, 1), good)))
-    assert resume(engine, "auto") == 3  # the same, but for that
-    engine.close()
+    disk.commit(Record(CheckpointId(3, 0, "ab", 1, 1), disk.write(CheckpointId(3, 0, "ab", 1, 1), good)))
+    assert resume(checkpointer, "auto") == 3  # the same, but for that
+    checkpointer.close()
 
 
 # -- what was rebuilt -------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def rebuilt(folder, killed=False, room=True):
     setting = Setting(folder=folder, ranks=3, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
-    own = trainee.engine.world.memory.leases[OWN][0]
-    trainee.engine.close()
+    own = trainee.checkpointer.world.memory.leases[OWN][0]
+    trainee.checkpointer.close()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(setting.memory(1))
@@ -115,22 +115,22 @@ def rebuilt(folder, killed=False, room=True):
     setting = replace(setting, disk_every=100)
     again = Trainee.of(setting)
     if not room:
-        again.engine.settings = replace(again.engine.settings, budget=1.1 * own / 1e9)
+        again.checkpointer.settings = replace(again.checkpointer.settings, budget=1.1 * own / 1e9)
     step, reason = again.restored()
     if killed:
-        again.engine.close()
+        again.checkpointer.close()
         again = Trainee.of(setting)
         step, reason = again.restored()
     there = [left(setting)]
     for now in range(step + 1, step + 3):
         again.at(now)
-        again.engine.wait()
-        again.engine.capture(False)
-        again.engine.drain()
+        again.checkpointer.wait()
+        again.checkpointer.capture(False)
+        again.checkpointer.drain()
         dist.barrier()
         there.append(left(setting))
-    safe = again.engine.safe["peers"]
-    again.engine.close()
+    safe = again.checkpointer.safe["peers"]
+    again.checkpointer.close()
     return [step, reason, there, safe]
 
 

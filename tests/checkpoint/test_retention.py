@@ -7,7 +7,7 @@ import pytest
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening
 
 
@@ -29,35 +29,35 @@ class Flipping(Files):
 def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
     files = Flipping(kind)
     files.root = tmp_path / "disk"
-    engine, state, progress = engine_of(files.root, 0, 1, files)
-    trained(engine, state, progress, range(1, BETWEEN + 1))
+    checkpointer, state, progress = build_checkpointer(files.root, 0, 1, files)
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
     files.broken = True
     with listening() as said:
-        trained(engine, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
-    assert engine.safe["disk"] == BETWEEN and len(said) == 2  # each save has a folder of its own
+        trained(checkpointer, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == BETWEEN and len(said) == 2  # each save has a folder of its own
     assert all("no saves to disk: it holds other bytes than were written" in line and kind in line for line in said)
     saves = files.root / "run" / "saves"
     ((path, record),) = manifests(saves)
-    assert record.generation.step == BETWEEN and checked(path, record)["parts"] == 1
+    assert record.checkpoint.step == BETWEEN and checked(path, record)["parts"] == 1
     assert [each.name for each in saves.iterdir() if each.name.startswith(".")] == []
     files.broken = False
-    trained(engine, state, progress, range(3 * BETWEEN + 1, 4 * BETWEEN + 1))
-    assert engine.safe["disk"] == 4 * BETWEEN
-    engine.close()
+    trained(checkpointer, state, progress, range(3 * BETWEEN + 1, 4 * BETWEEN + 1))
+    assert checkpointer.safe["disk"] == 4 * BETWEEN
+    checkpointer.close()
 
 
 def test_without_peers_a_deadline_keeps_no_save_from_the_disk(tmp_path):
     """However long it takes: it is all that there is to go on from."""
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
-    engine.settings = replace(engine.settings, deadline=1e-9)
-    trained(engine, state, progress, range(1, BETWEEN + 1))
-    assert engine.schedule.seconds("disk") > engine.settings.deadline  # it is known to take longer
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    checkpointer.settings = replace(checkpointer.settings, deadline=1e-9)
+    trained(checkpointer, state, progress, range(1, BETWEEN + 1))
+    assert checkpointer.schedule.seconds("disk") > checkpointer.settings.deadline  # it is known to take longer
     state.content, progress.step = state.make(BETWEEN + 1), BETWEEN + 1
-    engine.wait()
-    engine.capture(True)
-    assert engine.safe["disk"] == BETWEEN + 1 and engine.finished
-    engine.close()
-    again, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
+    checkpointer.wait()
+    checkpointer.capture(True)
+    assert checkpointer.safe["disk"] == BETWEEN + 1 and checkpointer.finished
+    checkpointer.close()
+    again, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     assert resume(again, "auto") == BETWEEN + 1
     assert state.content["bytes"].equal(state.make(BETWEEN + 1)["bytes"])
     again.close()

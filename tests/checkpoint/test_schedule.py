@@ -9,7 +9,7 @@ import pytest
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.save_schedule import LEVELS, Schedule
-from shoestring.testing.checkpointing.known import engine_of, trained
+from shoestring.testing.checkpointing.known import build_checkpointer, trained
 
 
 def planned(schedule, steps, seconds=0.0, step=10.0):
@@ -69,10 +69,10 @@ def test_levels_that_are_dropped_are_not_planned_again():
 @pytest.mark.parametrize("every", ["auto", 2])
 def test_a_run_says_what_was_planned(tmp_path, caplog, every):
     caplog.set_level(logging.INFO, "shoestring")
-    engine, state, progress = engine_of(tmp_path / "disk", 0, 1, Files())
-    engine.schedule = engine.keeper.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
-    trained(engine, state, progress, range(1, 80))
-    engine.close()
+    checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    checkpointer.schedule = checkpointer.keeper.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
+    trained(checkpointer, state, progress, range(1, 80))
+    checkpointer.close()
     said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]
     assert bool(said) == (every == "auto") and all(one != other for one, other in pairwise(said))
 

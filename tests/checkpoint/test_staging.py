@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.checkpoint.format.checksum import sums
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.format.part import ROOM, Part
 from shoestring.checkpoint.format.tree import decode
 from shoestring.checkpoint.tiers.file_acts import Files
@@ -59,7 +59,7 @@ class Rig:
         slot = self.slots[self.saves % 2]
         self.stager.start(self.stager.drafts(self.kept, {"step": self.saves}), slot)
         self.stager.finish()
-        slot.seal(Generation(self.saves, 0, "ab", 1, 1))
+        slot.seal(CheckpointId(self.saves, 0, "ab", 1, 1))
         (data,) = slot.parts(["private"]).values()
         part = Part("a part", data, sums(data))
         read = {piece.tensor: part.read(piece) for piece in part.pieces}

@@ -12,7 +12,7 @@ from test_state import same
 from shoestring import checkpoint
 from shoestring.checkpoint.format import tree
 from shoestring.checkpoint.format.layout import Box, Leaf
-from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.format.part import Draft
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.checkpoint.interop import exports
@@ -120,13 +120,13 @@ def test_a_generation_holds_all_of_them(tmp_path):
     state["a"] |= {"b": tensors({"x": 77.0}), **tensors(TWINS)}
     kept = {name: Kept(State(state[name]), "own" if own else "same", None) for name, own in NAMES.items()}
     content = Content(kept)
-    generation = Generation(3, 0, "ab", 1, 1)
+    checkpoint = CheckpointId(3, 0, "ab", 1, 1)
     disk = Disk(tmp_path, Files())
     parts = {}
     for name, draft in Frame(content, world).drafts(content, {"step": 3}).items():
         parts[name] = torch.empty(draft.nbytes, dtype=torch.uint8)
         draft.fill(parts[name])
-    disk.commit(Record(generation, disk.write(generation, parts), {}))
+    disk.commit(Record(checkpoint, disk.write(checkpoint, parts), {}))
     found = exports.opened(manifests(tmp_path))
     assert all(same(read(found.state(name)), state[name]) for name in NAMES)
 
@@ -145,8 +145,8 @@ def test_a_save_of_version_0_1_is_read(tmp_path):
     draft = Draft.of([Leaf(name, (), Box((), ()), (0,), torch.tensor(value)) for name, value in names.items()], about)
     data = torch.empty(draft.nbytes, dtype=torch.uint8)
     draft.fill(data)
-    disk, generation = Disk(tmp_path, Files()), Generation(3, 0, "ab", 1, 1)
-    disk.commit(Record(generation, disk.write(generation, {"private-0": data}), {}))
+    disk, checkpoint = Disk(tmp_path, Files()), CheckpointId(3, 0, "ab", 1, 1)
+    disk.commit(Record(checkpoint, disk.write(checkpoint, {"private-0": data}), {}))
     found = exports.opened(manifests(tmp_path))
     assert same(read(found.state("model")), tensors({1: 1.0, "1": 2.0, "a/b": 3.0, "a": {"b": 4.0}}))
     assert same(read(found.state("loader")), tensors({"at": 5.0}))

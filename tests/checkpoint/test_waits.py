@@ -13,7 +13,7 @@ from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL
 from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import BETWEEN, engine_of, trained
+from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 
 
 def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():
@@ -88,25 +88,25 @@ class Stuck(Files):
 )
 def test_a_stuck_device_is_told_of_in_words(tmp_path, monkeypatch, act, kind, said):
     files = Stuck(act, kind)
-    engine, *rest = engine_of(tmp_path / "disk", 0, 1, files)
-    trained(engine, *rest, range(1, BETWEEN + 1))
+    checkpointer, *rest = build_checkpointer(tmp_path / "disk", 0, 1, files)
+    trained(checkpointer, *rest, range(1, BETWEEN + 1))
     files.gate.clear()
     monkeypatch.setattr(waits, "PATIENCE", 0.0)
-    engine.keeper.circle = replace(engine.keeper.circle, patience=0.0)
+    checkpointer.keeper.group = replace(checkpointer.keeper.group, patience=0.0)
     with pytest.raises(CheckpointError, match=f"{said} did not end in 0 s"):
-        trained(engine, *rest, range(BETWEEN + 1, 2 * BETWEEN + 1))
+        trained(checkpointer, *rest, range(BETWEEN + 1, 2 * BETWEEN + 1))
     files.gate.set()
     monkeypatch.undo()
-    engine.keeper.circle = replace(engine.keeper.circle, patience=waits.PATIENCE)
-    engine.close()
+    checkpointer.keeper.group = replace(checkpointer.keeper.group, patience=waits.PATIENCE)
+    checkpointer.close()
 
 
 def test_a_copy_that_does_not_end_is_told_of_before_the_optimizer_steps(tmp_path, monkeypatch):
-    engine, *_ = engine_of(tmp_path / "disk", 0, 1, Files())
+    checkpointer, *_ = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     monkeypatch.setattr(waits, "PATIENCE", 0.0)
-    engine.stager._copying = Future()
+    checkpointer.stager._copying = Future()
     with pytest.raises(CheckpointError, match="copying state to this host's memory did not end in 0 s"):
-        engine.wait()
+        checkpointer.wait()
     monkeypatch.undo()
-    engine.stager._copying = None
-    engine.close()
+    checkpointer.stager._copying = None
+    checkpointer.close()

@@ -49,7 +49,7 @@ class Plain(Feature):
 
         saver = Saver(job, self)
         job.at(Phase.CAPTURE, saver.capture)
-        job.restore_with(lambda where: saver.restored(restore(job, self.folder, where)))
+        job.restore_with(lambda where: saver.restored(restore(job, Tiered(folder=self.folder), where)))
 
     def explain(self, job: Job) -> str:
         return f"every {self.every} steps, at the end and on a signal" if self.every else "at the end and on a signal"

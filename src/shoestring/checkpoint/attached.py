@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.recovery.resume import forget_all, resume
 from shoestring.checkpoint.tiers.slots import slots_folder
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
 
 log = logging.getLogger("shoestring")
 
@@ -37,51 +39,54 @@ def install(job: Job, settings: Tiered) -> None:
         return addresses([job.module, job.built_optimizer, *(kept.state for kept in job.kept.values())])
 
     folder = job.world.agree(lambda: slots_folder(settings, job.world))
-    engine = Engine(job.kept, job.progress, job.world, settings, folder, stable)
-    job.keep("checkpoint", engine.schedule)
+    checkpointer = Checkpointer(job.kept, job.progress, job.world, settings, folder, stable)
+    job.keep("checkpoint", checkpointer.schedule)
 
     def capture() -> None:
         if job.done:
             job.world.agree(job.verify)
         loss = job.numbers.get("loss")
-        engine.capture(job.done, loss if isinstance(loss, Tensor) else None)
-        job.trace.facts |= engine.facts()
+        checkpointer.capture(job.done, loss if isinstance(loss, Tensor) else None)
+        job.trace.facts |= checkpointer.facts()
 
-    job.at(Phase.WAIT, engine.wait)
+    job.at(Phase.WAIT, checkpointer.wait)
     job.at(Phase.CAPTURE, capture)
-    job.exits.callback(close, engine)
-    job.restore_with(partial(_restore, engine, job.progress.total))
+    job.exits.callback(close, checkpointer)
+    job.restore_with(partial(_restore, checkpointer, job.progress.total))
 
 
-def _restore(engine: Engine, total: int, where: str) -> int | None:
+def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
     """Resume; a run that is going on and has nothing left to do is on disk after that.
 
     Args:
         total: steps to do, if the run file says so.
     """
-    step = resume(engine, where)
-    done = 0 < (total or engine.progress.total) <= engine.progress.position
-    if where == "auto" and step is not None and done and not engine.on_disk:
-        engine.finish()
+    step = resume(checkpointer, where)
+    done = 0 < (total or checkpointer.progress.total) <= checkpointer.progress.position
+    if where == "auto" and step is not None and done and not checkpointer.on_disk:
+        checkpointer.finish()
     return step
 
 
-def restore(job: Job, folder: str, where: str) -> int | None:
-    """`resume` for a job that does not save by the cache, but may go on from what the cache has left."""
-    settings = Tiered(folder=folder)
+def restore(job: Job, settings: Tiered, where: str) -> int | None:
+    """`resume` for a job that does not save by the cache, but may continue from what the cache has left.
+
+    Args:
+        settings: of the cache; nothing is saved by them.
+    """
     slots = job.world.agree(lambda: slots_folder(settings, job.world, make=False))
-    engine = Engine(job.kept, job.progress, job.world, settings, slots, set)
+    checkpointer = Checkpointer(job.kept, job.progress, job.world, settings, slots, set)
     try:
-        return resume(engine, where)
+        return resume(checkpointer, where)
     finally:
-        engine.close()
+        checkpointer.close()
 
 
-def close(engine: Engine) -> None:
+def close(checkpointer: Checkpointer) -> None:
     """Stop; of a run that ended by itself nothing stays in memory."""
-    engine.close()
-    if engine.finished and engine.world.local_rank == 0:
-        forget_all(engine.folder.parent)
+    checkpointer.close()
+    if checkpointer.finished and checkpointer.world.local_rank == 0:
+        forget_all(checkpointer.folder.parent)
 
 
 def addresses(owners: Iterable[object]) -> set[int]:
@@ -132,27 +137,27 @@ class Attached:
         kept |= {"progress": Kept(self.progress, "same", None), "random": Kept(RandomState(world.device), "own", None)}
         owners = list(state.values())
         folder = world.agree(lambda: slots_folder(settings, world))
-        self.engine = Engine(kept, self.progress, world, settings, folder, lambda: addresses(owners))
-        kept["checkpoint"] = Kept(self.engine.schedule, "same", None)
+        self.checkpointer = Checkpointer(kept, self.progress, world, settings, folder, lambda: addresses(owners))
+        kept["checkpoint"] = Kept(self.checkpointer.schedule, "same", None)
         for owner in owners:
             if isinstance(owner, Optimizer):
-                self._hooks.append(owner.register_step_pre_hook(lambda *_: self.engine.wait()).remove)
+                self._hooks.append(owner.register_step_pre_hook(lambda *_: self.checkpointer.wait()).remove)
 
     def restore(self, where: str = "auto") -> int:
         """Go on from the newest state there is; the steps done, 0 where there is none."""
-        return resume(self.engine, where) or 0
+        return resume(self.checkpointer, where) or 0
 
     def step(self, *, last: bool = False) -> None:
         """Count a step, and save where that is due; everything and at once if it is the `last`."""
         self.progress.step += 1
-        self.engine.capture(last)
+        self.checkpointer.capture(last)
         if not self._hooks:  # nobody says when the optimizer will change what is being copied
-            self.engine.wait()
+            self.checkpointer.wait()
 
     def close(self) -> None:
         for remove in self._hooks:
             remove()
-        close(self.engine)
+        close(self.checkpointer)
 
     def __enter__(self) -> Self:
         return self

@@ -90,13 +90,13 @@ class Archive:
         sealed: dict[Any, list[tuple[Path, Record]]] = {}
         for folder in sorted(self.memory.glob("host-*")):
             for path, record in seals(folder):
-                sealed.setdefault(record.generation, []).append((path, record))
-        for generation, of in sealed.items():
+                sealed.setdefault(record.checkpoint, []).append((path, record))
+        for checkpoint, of in sealed.items():
             places = tuple((path.parent, record) for path, record in of)
             size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
             newest, state = max(_time(path) for path, _ in of), _state(places)
-            step, start, folder = generation.step, generation.start, places[0][0]
-            yield Save(step, start, MEMORY, generation.ranks, size, state, newest, folder, places)
+            step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
+            yield Save(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
     def pick(self, step: int | None) -> Save:
         """The save of a step, else the newest; on disk rather than in memory, which may be written at any time.
@@ -124,7 +124,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Save:
-    """One generation at one level, or what is left of it."""
+    """One checkpoint at one level, or what is left of it."""
 
     step: int
     start: int
@@ -159,9 +159,9 @@ def _committed(path: Path) -> Save:
     except CheckpointError as error:
         return Save(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.described()[1]}", _time(path), path)
     places = ((path, record),)
-    generation, size = record.generation, sum(entry.nbytes for entry in record.parts.values())
+    checkpoint, size = record.checkpoint, sum(entry.nbytes for entry in record.parts.values())
     state, when = _state(places), _time(path / MANIFEST)
-    return Save(generation.step, generation.start, DISK, generation.ranks, size, state, when, path, places)
+    return Save(checkpoint.step, checkpoint.start, DISK, checkpoint.ranks, size, state, when, path, places)
 
 
 def _state(places: Places) -> str:
@@ -172,7 +172,7 @@ def _state(places: Places) -> str:
                 exports.part_of(folder, record, name)
             except CheckpointError as error:
                 return f"damaged: {error.described()[1]}"
-    ranks = places[0][1].generation.ranks
+    ranks = places[0][1].checkpoint.ranks
     there = [rank for rank in range(ranks) if any(f"{PRIVATE}-{rank}" in record.parts for _, record in places)]
     return "complete" if len(there) == ranks else f"ranks {', '.join(map(str, there)) or 'none'} of {ranks}"
 

@@ -1,4 +1,4 @@
-"""`shoestring checkpoint export` and `import`: saves in the forms of other programs, and generations made of those."""
+"""`shoestring checkpoint export` and `import`: saves in the forms of other programs, and checkpoints made of those."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _twins(model: nn.Module) -> set[str]:
 
 
 def take_in(archive: Archive, source: Path, way: Way, step: int | None, model: str, optimizer: str) -> Path:
-    """Make a generation of what another program wrote; its folder.
+    """Make a checkpoint of what another program wrote; its folder.
 
     Raises:
         CheckpointError: `source` is damaged or lacks a model, or the run has saves already.

@@ -1,7 +1,7 @@
-"""The history of a run: which run it is, and which generations its newest start continues.
+"""The history of a run: which run it is, and which checkpoints its newest start continues.
 
 Every start of a run is an epoch, as a database's recovery begins a new timeline. The history lists the epochs that led
-to the newest one, each with the last step that was continued; generations off this *line* were abandoned by a rollback
+to the newest one, each with the last step that was continued; checkpoints off this *line* were abandoned by a rollback
 or written by a start that had been replaced meanwhile. It is written in the folder of checkpoints at every start, so
 one record answers who may write, what is resumed, and what may be deleted.
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoestring.checkpoint.format.checksum import crc32
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
 
@@ -33,9 +33,9 @@ class Epoch:
     last: int | None = None
     """The last step that a later start continued; None for the newest epoch, which is going on."""
 
-    def holds(self, generation: Generation) -> bool:
-        same = (self.start, self.uid) == (generation.start, generation.uid)
-        return same and (self.last is None or generation.step <= self.last)
+    def holds(self, checkpoint: CheckpointId) -> bool:
+        same = (self.start, self.uid) == (checkpoint.start, checkpoint.uid)
+        return same and (self.last is None or checkpoint.step <= self.last)
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,19 @@ class History:
 
     @classmethod
     def following(
-        cls, known: History | None, restored: Generation | None, others: Collection[Generation], start: int, uid: str
+        cls,
+        known: History | None,
+        restored: CheckpointId | None,
+        others: Collection[CheckpointId],
+        start: int,
+        uid: str,
     ) -> History:
         """The history of a new start.
 
         Args:
             known: what the folder said before.
-            restored: the generation that it continues; without one it is a new run, whatever else is in the folder.
-            others: the generations that there are. Epochs that have left none are dropped from the line.
+            restored: the checkpoint that it continues; without one it is a new run, whatever else is in the folder.
+            others: the checkpoints that there are. Epochs that have left none are dropped from the line.
         """
         newest = Epoch(start, uid)
         if restored is None:
@@ -74,14 +79,14 @@ class History:
     def epoch(self) -> Epoch:
         return self.line[0]
 
-    def holds(self, generation: Generation) -> bool:
-        """Whether a generation is on the line: it may be resumed, and counts among those to keep."""
-        return any(epoch.holds(generation) for epoch in self.line)
+    def holds(self, checkpoint: CheckpointId) -> bool:
+        """Whether a checkpoint is on the line: it may be resumed, and counts among those to keep."""
+        return any(epoch.holds(checkpoint) for epoch in self.line)
 
-    def superseded(self, generation: Generation, step: int) -> bool:
-        """Whether a generation is of an abandoned branch of this run, which has done that step again by `step`."""
-        before = generation.run == self.run and generation.start < self.epoch.start
-        return before and generation.step <= step and not self.holds(generation)
+    def superseded(self, checkpoint: CheckpointId, step: int) -> bool:
+        """Whether a checkpoint is of an abandoned branch of this run, which has done that step again by `step`."""
+        before = checkpoint.run == self.run and checkpoint.start < self.epoch.start
+        return before and checkpoint.step <= step and not self.holds(checkpoint)
 
     def dumps(self) -> bytes:
         body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""A generation: the state of all ranks after one step; and the records that say where parts of it lie."""
+"""A checkpoint: the state of all ranks after one step; and the records that say where parts of it lie."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
-class Generation:
+class CheckpointId:
     """Which one: the steps done, and the start of the run that did the last of them."""
 
     step: int
     start: int
-    """Counts the starts of a run; a step that was done again is another generation."""
+    """Counts the starts of a run; a step that was done again is another checkpoint."""
     uid: str
     """Drawn at each start, for starts that knew nothing of each other."""
     ranks: int = field(compare=False)
@@ -46,7 +46,7 @@ class Generation:
         return {"step": self.step, "start": self.start, "uid": self.uid, "run": self.run}
 
     def claims(self, part: Part) -> None:
-        """Raise CheckpointError if a part says of itself that it belongs to another generation."""
+        """Raise CheckpointError if a part says of itself that it belongs to another checkpoint."""
         for key, value in self.identity.items():
             if (said := part.about.get(key, "" if key == "run" else value)) != value:
                 raise CheckpointError(
@@ -65,15 +65,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """What lies in one place of one generation: the seal of a slot in memory, or the manifest of a folder on disk."""
+    """What lies in one place of one checkpoint: the seal of a slot in memory, or the manifest of a folder on disk."""
 
-    generation: Generation
+    checkpoint: CheckpointId
     parts: Mapping[str, Entry]
     """By the part's name, which is its kind and rank."""
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def dumps(self) -> bytes:
-        body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        parts = {name: asdict(entry) for name, entry in self.parts.items()}
+        content = {"format": FORMAT, "generation": asdict(self.checkpoint), "parts": parts, "notes": dict(self.notes)}
+        body = json.dumps(content, sort_keys=True)
         return json.dumps({"body": body, "sum": crc32(body.encode())}).encode()
 
     @classmethod
@@ -91,7 +93,7 @@ class Record:
             if body["format"] not in READS:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {READS}")
             parts = {name: _entry(each) for name, each in body["parts"].items()}
-            return cls(_generation(body["generation"]), parts, _notes(body["notes"]))
+            return cls(_checkpoint(body["generation"]), parts, _notes(body["notes"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"`{source}` is no record of a save, or damaged: {error}") from error
 
@@ -108,7 +110,7 @@ class Record:
         return Part.open(folder / entry.file, entry.nbytes, entry.sums)
 
 
-def _generation(found: Mapping[str, Any]) -> Generation:
+def _checkpoint(found: Mapping[str, Any]) -> CheckpointId:
     numbers = [_count(found[name]) for name in ("step", "start", "ranks", "local")]
     step, start, ranks, local = numbers
     if not 1 <= local <= ranks <= _MOST_RANKS or ranks % local:
@@ -118,7 +120,7 @@ def _generation(found: Mapping[str, Any]) -> Generation:
     run = found.get("run", "")
     if not (isinstance(run, str) and (not run or run.isalnum())):
         raise ValueError(f"{run!r} for a run")
-    return Generation(step, start, found["uid"], ranks, local, run)
+    return CheckpointId(step, start, found["uid"], ranks, local, run)
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:

@@ -1,6 +1,6 @@
 """One file form for every level: a safetensors file of pieces of tensors, with a checksum for each chunk of it.
 
-Besides the tensors, the header's metadata holds `about` (JSON: of which generation and rank it is, and the trees whose
+Besides the tensors, the header's metadata holds `about` (JSON: of which checkpoint and rank it is, and the trees whose
 leaves the tensors are) and `boxes` (JSON: of which tensor and which box of it each piece is).
 """
 

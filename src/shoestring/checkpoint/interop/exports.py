@@ -1,5 +1,5 @@
 """Saves read by one process, without ranks: whole tensors from their pieces, for files that other programs read; and
-generations made of what other programs wrote.
+checkpoints made of what other programs wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
 from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sources
-from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Part, mapped
 from shoestring.checkpoint.format.tree import decode, encode, root
 from shoestring.checkpoint.tiers import plain
@@ -124,7 +124,7 @@ class Saved:
 
 
 def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
-    """A generation from the records of it that are at hand, each with its folder; those named first are read first.
+    """A checkpoint from the records of it that are at hand, each with its folder; those named first are read first.
 
     Raises:
         CheckpointError: a part that is needed is damaged or missing.
@@ -142,19 +142,19 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
                 raise CheckpointError(f"`{part.name}` has another `{piece.tensor}` than the parts beside it")
             pieces.setdefault(piece.tensor, []).append((piece.box, partial(part.read, piece)))
     tensors = {name: Stored(name, dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
-    generation = places[0][1].generation
-    abouts = {r: parts[f"{PRIVATE}-{r}"].about for r in range(generation.ranks) if f"{PRIVATE}-{r}" in parts}
-    source = f"the save of step {generation.step}"
+    checkpoint = places[0][1].checkpoint
+    abouts = {r: parts[f"{PRIVATE}-{r}"].about for r in range(checkpoint.ranks) if f"{PRIVATE}-{r}" in parts}
+    source = f"the save of step {checkpoint.step}"
     try:
         own = {rank: about["trees"]["own"] for rank, about in abouts.items()}
         homes = {rank: about["homes"] for rank, about in abouts.items()}
-        return Saved(generation.step, source, abouts[min(abouts)]["trees"]["shared"], own, homes, tensors)
+        return Saved(checkpoint.step, source, abouts[min(abouts)]["trees"]["shared"], own, homes, tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source} does not say what is in it") from error
 
 
 def part_of(folder: Path, record: Record, name: str) -> Part:
-    """A part, mapped: of a generation on disk, or in a slot.
+    """A part, mapped: of a checkpoint on disk, or in a slot.
 
     Raises:
         CheckpointError: its file is missing or too short.
@@ -239,30 +239,30 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-# -- a generation from outside ----------------------------------------------------------------------------------------
+# -- a checkpoint from outside ----------------------------------------------------------------------------------------
 
 
 def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path:
-    """Make a generation of whole states, as if one rank had saved them; any number of ranks can go on from it.
+    """Make a checkpoint of whole states, as if one rank had saved them; any number of ranks can go on from it.
 
     Raises:
         CheckpointError: a state holds what cannot be saved.
         OSError: the disk; nothing is left then.
     """
-    generation = Generation(step, start, secrets.token_hex(4), 1, 1)
+    checkpoint = CheckpointId(step, start, secrets.token_hex(4), 1, 1)
     leaves: dict[str, Tensor] = {}
     trees = {name: encode(state, root(name), leaves) for name, state in states.items()}
-    about = {"step": step, "start": start, "uid": generation.uid, "homes": {}}
+    about = {"step": step, "start": start, "uid": checkpoint.uid, "homes": {}}
     draft = Draft.of(_whole(leaves), about | {"trees": {"shared": trees, "own": {}}})
     try:
-        disk.files.folder(disk.aside(generation))
-        entry = _fill(disk, draft, disk.aside(generation) / f"{PRIVATE}-0.safetensors")
-        disk.files.sync(disk.aside(generation))
-        disk.commit(Record(generation, {f"{PRIVATE}-0": entry}, {"last": True}))  # going on from it is no failure
+        disk.files.folder(disk.aside(checkpoint))
+        entry = _fill(disk, draft, disk.aside(checkpoint) / f"{PRIVATE}-0.safetensors")
+        disk.files.sync(disk.aside(checkpoint))
+        disk.commit(Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True}))  # going on from it is no failure
     except BaseException:
-        disk.abort(generation)
+        disk.abort(checkpoint)
         raise
-    return disk.folder / generation.name
+    return disk.folder / checkpoint.name
 
 
 def _whole(leaves: Mapping[str, Tensor]) -> Iterator[Leaf]:

@@ -1,4 +1,4 @@
-"""Counting the attempts to load a generation, over restarts: what ends the process each time is not loaded for ever.
+"""Counting the attempts to load a checkpoint, over restarts: what ends the process each time is not loaded for ever.
 
 Only an end that the load itself caused counts: one that left the report of a crash (a segmentation fault, an abort), or
 during which the system ended a process for want of memory. A kill from outside strikes a load as it strikes a step, and
@@ -15,32 +15,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.tiers.disk import CRASH, MARK, MARKS, UNDER_WAY
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.planning.system import kills_for_memory
 from shoestring.storage.guarded import read_regular
 
 LIMIT = 1 << 20  # bytes of the longest mark
 MOST = 10
-"""Attempts in a row after which a generation is given up."""
+"""Attempts in a row after which a checkpoint is given up."""
 
 
 @dataclass(eq=False)
 class Attempts:
     """What is known of attempts that did not end; every method is a collective.
 
-    Files in the folder: `.loading-HOST` counts attempts by generation, `.shoestring-attempt-HOST` says which is under
+    Files in the folder: `.loading-HOST` counts attempts by checkpoint, `.shoestring-attempt-HOST` says which is under
     way and how many processes had been killed for memory by then, and a crash writes its report into
     `.shoestring-crash-RANK`.
 
     Args:
-        folder: of the run's generations; nothing is counted without it.
+        folder: of the run's checkpoints; nothing is counted without it.
         host: number of this host, if this rank writes for it.
     """
 
-    circle: Circle
+    group: RankGroup
     files: Files
     folder: Path | None
     host: int | None
@@ -49,7 +49,7 @@ class Attempts:
     def look(self) -> None:
         """Find what any rank knows: the most of each. An attempt that ended for no reason of its own is not counted."""
         found = _read(self.folder) if self.folder and self.host is not None else ({}, [], False)
-        told = self.circle.tell(found)
+        told = self.group.all_gather(found)
         for counts, _, _ in told:
             self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in counts.items()}
         under_way = {name for _, names, _ in told for name in names} & self.counts.keys()
@@ -58,15 +58,15 @@ class Attempts:
         if under_way:
             self._write(self.counts)
 
-    def exhausted(self, generation: Generation) -> bool:
-        return self.counts.get(generation.name, 0) >= MOST
+    def exhausted(self, checkpoint: CheckpointId) -> bool:
+        return self.counts.get(checkpoint.name, 0) >= MOST
 
     @contextmanager
-    def counted(self, generation: Generation) -> Iterator[None]:
+    def counted(self, checkpoint: CheckpointId) -> Iterator[None]:
         """Count what is done as an attempt unless it ends; an error ends it if it does not come of a rank's death."""
         before = dict(self.counts)
-        self._write({**before, generation.name: before.get(generation.name, 0) + 1}, generation.name)
-        self.circle.tell(None)  # nobody begins before it is written
+        self._write({**before, checkpoint.name: before.get(checkpoint.name, 0) + 1}, checkpoint.name)
+        self.group.all_gather(None)  # nobody begins before it is written
         with self._reported():
             try:
                 yield
@@ -75,7 +75,7 @@ class Attempts:
             except BaseException:
                 self._write(before)
                 raise
-        self._write({name: count for name, count in before.items() if name != generation.name})
+        self._write({name: count for name, count in before.items() if name != checkpoint.name})
 
     def _write(self, counts: dict[str, int], under_way: str = "") -> None:
         """Where it cannot be written, nothing is counted: a disk that cannot be written to may still be read."""
@@ -99,7 +99,7 @@ class Attempts:
     @contextmanager
     def _reported(self) -> Iterator[None]:
         """Have a crash of this process write its report to a file, which is removed at the end."""
-        if self.folder is None or (report := self._report(self.folder / f"{CRASH}{self.circle.rank}")) is None:
+        if self.folder is None or (report := self._report(self.folder / f"{CRASH}{self.group.rank}")) is None:
             yield
             return
         enabled = faulthandler.is_enabled()
@@ -132,7 +132,7 @@ def _marks(folder: Path) -> list[Path]:
 
 
 def _read(folder: Path) -> tuple[dict[str, int], list[str], bool]:
-    """From the files of all hosts that are seen here: the attempts by the names of generations, those that were under
+    """From the files of all hosts that are seen here: the attempts by the names of checkpoints, those that were under
     way, and whether any was ended by what it did. Damaged ones count nothing."""
     counts: dict[str, int] = {}
     under_way, caused = [], False

@@ -1,4 +1,4 @@
-"""Reading a generation from wherever its parts are: this host's memory and disk, or another host's."""
+"""Reading a checkpoint from wherever its parts are: this host's memory and disk, or another host's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint.format.layout import PRIVATE, Box, box_of, sources
-from shoestring.checkpoint.format.manifest import Entry, Generation
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry
 from shoestring.checkpoint.format.part import Part, Piece
 from shoestring.checkpoint.format.tree import decode, encode, root
 from shoestring.checkpoint.tiers import peer_copies
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.staging import apart_name, home
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
@@ -32,9 +32,9 @@ MEMORY, DISK = "memory", "disk"
 
 @dataclass(frozen=True)
 class Offer:
-    """A file with a part of a generation, that the ranks of one host can read."""
+    """A file with a part of a checkpoint, that the ranks of one host can read."""
 
-    generation: Generation
+    checkpoint: CheckpointId
     host: int
     level: str
     path: str
@@ -70,10 +70,10 @@ class Read:
 
 @dataclass(eq=False)
 class Reader:
-    """The pieces of all offers of a generation, and reading them wherever they are."""
+    """The pieces of all offers of a checkpoint, and reading them wherever they are."""
 
     world: World
-    circle: Circle
+    group: RankGroup
     offers: list[Offer]
     parts: dict[int, Part] = field(default_factory=dict)
     pieces: dict[str, list[tuple[Box, tuple[int, int]]]] = field(default_factory=dict)
@@ -98,14 +98,14 @@ class Reader:
                 self.parts[index] = part = opened(offer)
                 if self._server(index) == self.world.rank:
                     part.verify(0, 8)
-                    offer.generation.claims(part)
+                    offer.checkpoint.claims(part)
                     told.append([index, part.about, [_described(piece) for piece in part.pieces]])
             except CheckpointError as error:
                 log.warning("%s", error)
                 damaged.append(list(offer.key))
-        if any(bad := self.circle.tell(damaged)):
+        if any(bad := self.group.all_gather(damaged)):
             return {(host, path) for each in bad for host, path in each}
-        self._told = [each for listed in self.circle.tell(told) for each in listed]
+        self._told = [each for listed in self.group.all_gather(told) for each in listed]
         return set()
 
     def sort(self) -> None:
@@ -163,7 +163,7 @@ class Reader:
             ]
             for name, each in reads.items()
         }
-        self._asked = self.circle.tell(asks)
+        self._asked = self.group.all_gather(asks)
         damaged = []
         mine = {(read.offer, read.piece) for each in reads.values() for read in each if read.server == self.world.rank}
         mine |= {(o, p) for name in reads for _, o, p, _ in self._requests(name)}
@@ -174,7 +174,7 @@ class Reader:
             except CheckpointError as error:
                 log.warning("%s", error)
                 damaged.append(list(self.offers[index].key))
-        return {(host, path) for each in self.circle.tell(damaged) for host, path in each}
+        return {(host, path) for each in self.group.all_gather(damaged) for host, path in each}
 
     def _requests(self, name: str) -> Iterator[tuple[int, int, int, Box]]:
         """(rank, offer, piece, box) of what others want from this rank."""
@@ -197,7 +197,7 @@ class Reader:
             else:
                 got.append(torch.empty(read.box.shape, dtype=self.kinds[read.tensor][0]))
                 receives.append((read.server, got[-1]))
-        if damaged := self.circle.swap(sends, receives):
+        if damaged := self.group.exchange(sends, receives):
             raise ConnectionError(f"what rank {min(damaged)} sent did not arrive whole")
         return got
 
@@ -215,11 +215,11 @@ def _described(piece: Piece) -> list[Any]:
 
 @dataclass(eq=False)
 class Wanted:
-    """The states that this rank needs of a generation, and the boxes of tensors that they are made of."""
+    """The states that this rank needs of a checkpoint, and the boxes of tensors that they are made of."""
 
     kept: Mapping[str, Kept]
     world: World
-    generation: Generation
+    checkpoint: CheckpointId
     reader: Reader
 
     def __post_init__(self) -> None:
@@ -234,7 +234,7 @@ class Wanted:
                 if isinstance(tensor, DTensor):
                     key = f"{home(tensor, self.world.rank)}:{path}" if each.across == "own" else path
                     self._placed[key] = tensor
-        self._trees = {rank: self._about(rank) for rank in range(self.generation.ranks)}
+        self._trees = {rank: self._about(rank) for rank in range(self.checkpoint.ranks)}
 
     def _about(self, rank: int) -> dict[str, Any]:
         try:
@@ -305,7 +305,7 @@ class Wanted:
             return None
         if each.across != "own":
             return self._own(0, name, leaf, placed=False)
-        ranks, same = self.generation.ranks, self.generation.local == self.world.local_size
+        ranks, same = self.checkpoint.ranks, self.checkpoint.local == self.world.local_size
         if ranks == self.world.size and (each.merge is None or same):
             return self._own(self.world.rank, name, leaf, placed=True)
         if each.merge is None:
@@ -316,7 +316,7 @@ class Wanted:
     def _apart(self, path: str) -> str:
         """The name of this rank's own tensor in a shared state, where as many ranks saved one each."""
         name = apart_name(path, self.world.rank)
-        return name if self.generation.ranks == self.world.size and name in self.reader.kinds else path
+        return name if self.checkpoint.ranks == self.world.size and name in self.reader.kinds else path
 
     def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
         about = self._trees[rank]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.layout import PRIVATE
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.reader import DISK, MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery.search import Choice, Recovery, seals_under
@@ -20,18 +20,18 @@ from shoestring.checkpoint.tiers.disk import MANIFEST, MARK
 from shoestring.checkpoint.tiers.keeper import REBUILT
 from shoestring.checkpoint.tiers.plain import Loader
 from shoestring.checkpoint.tiers.slots import SEAL, Slot
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.planning.system import forget_peak
 
 log = logging.getLogger("shoestring")
 
 
-def resume(engine: Engine, where: str) -> int | None:
-    """Go on from the newest state there is, a generation or one file ("auto"), or from what is named; a collective.
+def resume(checkpointer: Checkpointer, where: str) -> int | None:
+    """Go on from the newest state there is, a checkpoint or one file ("auto"), or from what is named; a collective.
 
     Args:
-        where: "auto", a run folder, its folder of saves, the folder of one generation, or one file.
+        where: "auto", a run folder, its folder of saves, the folder of one checkpoint, or one file.
 
     Returns:
         The step; None where "auto" finds nothing.
@@ -40,57 +40,63 @@ def resume(engine: Engine, where: str) -> int | None:
         CheckpointError: on all ranks: nothing of what is there can be used, or it does not fit this run.
     """
     auto = where == "auto"
-    memory = engine.folder.parent if auto else None
-    disk, only = (Path(engine.settings.folder), None) if auto else engine.world.agree(lambda: _named(Path(where)))
-    engine.take()
-    recovery = Recovery(engine.kept, engine.world, engine.circle)
-    world = engine.world
+    memory = checkpointer.folder.parent if auto else None
+    disk, only = (
+        (Path(checkpointer.settings.folder), None) if auto else checkpointer.world.agree(lambda: _named(Path(where)))
+    )
+    checkpointer.take()
+    recovery = Recovery(checkpointer.kept, checkpointer.world, checkpointer.group)
+    world = checkpointer.world
     writes = world.rank // world.local_size if world.local_rank == 0 else None
-    attempts = Attempts(engine.circle, engine.files, disk if auto else None, writes)
+    attempts = Attempts(checkpointer.group, checkpointer.files, disk if auto else None, writes)
     offers = recovery.offers(memory, disk)
     attempts.look()
-    others = {offer.generation for offer in offers}
-    loader = Loader(engine.kept, world, Path(engine.settings.folder))
+    others = {offer.checkpoint for offer in offers}
+    loader = Loader(checkpointer.kept, world, Path(checkpointer.settings.folder))
     in_one_file = loader.newest() if auto and not recovery.unseen else 0
     if only:
         offers = [offer for offer in offers if Path(offer.path).parent == only]
     else:
-        known = engine.claim.known if auto else newest(engine.circle, disk if world.local_rank == 0 else None)
+        known = (
+            checkpointer.claim.known if auto else newest(checkpointer.group, disk if world.local_rank == 0 else None)
+        )
         offers = _continued(known, offers, disk, in_one_file)
-    while (choice := next(recovery.choices(offers), None)) is not None and choice.generation.step >= in_one_file:
-        if attempts.exhausted(choice.generation):
+    while (choice := next(recovery.choices(offers), None)) is not None and choice.checkpoint.step >= in_one_file:
+        if attempts.exhausted(choice.checkpoint):
             recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
             continue
-        with attempts.counted(choice.generation):
-            wanted = recovery.attempt(choice, lambda lost: Slot(engine.folder / f"{REBUILT}{lost}", engine.files))
+        with attempts.counted(choice.checkpoint):
+            wanted = recovery.attempt(
+                choice, lambda lost: Slot(checkpointer.folder / f"{REBUILT}{lost}", checkpointer.files)
+            )
             if wanted is not None:
-                load(engine, wanted, f"step {choice.generation.step} of `{disk}`")
+                load(checkpointer, wanted, f"step {choice.checkpoint.step} of `{disk}`")
         if wanted is not None:
             on_disk = [offer for offer in choice.offers if offer.level == DISK]
             if auto and not _ended(on_disk):
-                engine.schedule.failed(choice.worst, _since(engine, wanted))
-            _go_on(engine, choice, others)
-            engine.on_disk = _whole(choice.generation, on_disk)
+                checkpointer.schedule.failed(choice.worst, _since(checkpointer, wanted))
+            _go_on(checkpointer, choice, others)
+            checkpointer.on_disk = _whole(choice.checkpoint, on_disk)
             if auto and _ended(choice.offers):  # it may have been killed on the way to the disk, or right after
-                engine.finished = engine.on_disk
-                if not engine.on_disk:
-                    engine.finish()
+                checkpointer.finished = checkpointer.on_disk
+                if not checkpointer.on_disk:
+                    checkpointer.finish()
             if not auto:
-                world.agree(lambda: loader.go_back(choice.generation.step) if world.first else None)
-            return choice.generation.step
+                world.agree(lambda: loader.go_back(choice.checkpoint.step) if world.first else None)
+            return choice.checkpoint.step
     if in_one_file:
-        return _from_one_file(engine, loader, where, others)
+        return _from_one_file(checkpointer, loader, where, others)
     if recovery.unseen:
         raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
-    if any(attempts.exhausted(offer.generation) for offer in offers):
+    if any(attempts.exhausted(offer.checkpoint) for offer in offers):
         hint = f"remove `{disk / MARK}*` to try again"
         raise CheckpointError(f"no save in `{disk}` can be read: {recovery.reason}", hint=hint)
     if offers and all(offer.level == MEMORY for offer in offers):  # a first save that was cut short, or hosts are lost
         log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
     elif offers:
-        count, why = len({offer.generation for offer in offers}), recovery.reason and f": {recovery.reason}"
+        count, why = len({offer.checkpoint for offer in offers}), recovery.reason and f": {recovery.reason}"
         raise CheckpointError(f"no save in `{disk}` can be read: all {count} are damaged or incomplete{why}")
-    step = _from_one_file(engine, loader, where, others)
+    step = _from_one_file(checkpointer, loader, where, others)
     if step is None and auto:
         world.agree(lambda: _check_empty(disk))
     return step
@@ -106,7 +112,7 @@ def _check_empty(disk: Path) -> None:
 
 
 def _named(path: Path) -> tuple[Path, Path | None]:
-    """The folder of generations that a path means, and that of the one generation if it means one."""
+    """The folder of checkpoints that a path means, and that of the one checkpoint if it means one."""
     try:
         if (path / MANIFEST).exists():
             return path.parent, path
@@ -115,27 +121,27 @@ def _named(path: Path) -> tuple[Path, Path | None]:
         raise CheckpointError(f"cannot look for saves in `{path}`: {error.strerror}") from error
 
 
-def load(engine: Engine, wanted: Wanted, source: str) -> None:
+def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
     """Load state by state, so that no more than one is held besides; random numbers last, for the rest may draw some.
 
     Raises:
         CheckpointError: on all ranks: a state does not fit.
     """
-    for name in sorted(engine.kept, key=lambda name: name == "random"):
+    for name in sorted(checkpointer.kept, key=lambda name: name == "random"):
         reason = ""
         try:
             if (state := wanted.state(name)) is not None:
-                engine.kept[name].state.load_state_dict(state)
+                checkpointer.kept[name].state.load_state_dict(state)
         except Exception as error:  # whatever a state of the user's own raises
             reason = (str(error).splitlines() or [type(error).__name__])[-1].strip() or type(error).__name__
-        if reason := next(filter(None, engine.circle.tell(reason)), ""):
+        if reason := next(filter(None, checkpointer.group.all_gather(reason)), ""):
             raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")
 
 
-def _since(engine: Engine, wanted: Wanted) -> float:
-    """Seconds since a generation was saved, by the clock of the first rank, on all of them."""
+def _since(checkpointer: Checkpointer, wanted: Wanted) -> float:
+    """Seconds since a checkpoint was saved, by the clock of the first rank, on all of them."""
     saved, now = wanted.about.get("at"), time.time()
-    return engine.circle.tell(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
+    return checkpointer.group.all_gather(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
 
 
 def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_file: int) -> list[Offer]:
@@ -151,8 +157,8 @@ def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_fi
         if offers and not found:
             log.warning("`%s` does not say of which run it is: what is left in memory is not resumed", disk)
         return found
-    found = [offer for offer in offers if known.holds(offer.generation)]
-    others = [offer.generation.step for offer in offers if offer.level == DISK]
+    found = [offer for offer in offers if known.holds(offer.checkpoint)]
+    others = [offer.checkpoint.step for offer in offers if offer.level == DISK]
     if others and not found and not in_one_file:
         raise CheckpointError(
             f"`{disk}` holds no checkpoint of the newest start, though others up to step {max(others)}",
@@ -161,16 +167,16 @@ def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_fi
     return found
 
 
-def _whole(generation: Generation, offers: Iterable[Offer]) -> bool:
+def _whole(checkpoint: CheckpointId, offers: Iterable[Offer]) -> bool:
     """Whether every rank's part is among these."""
-    return {f"{PRIVATE}-{rank}" for rank in range(generation.ranks)} <= {offer.part for offer in offers}
+    return {f"{PRIVATE}-{rank}" for rank in range(checkpoint.ranks)} <= {offer.part for offer in offers}
 
 
-def _go_on(engine: Engine, choice: Choice, others: Collection[Generation]) -> None:
+def _go_on(checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId]) -> None:
     forget_peak()  # what was mapped to be read is none of training's
-    engine.begin(choice.generation, others)
-    if engine.world.local_rank == 0:
-        _forget(engine, choice.generation)
+    checkpointer.begin(choice.checkpoint, others)
+    if checkpointer.world.local_rank == 0:
+        _forget(checkpointer, choice.checkpoint)
 
 
 def _ended(offers: Iterable[Offer]) -> bool:
@@ -178,12 +184,12 @@ def _ended(offers: Iterable[Offer]) -> bool:
     return any(dict(offer.notes).get("last") for offer in offers)
 
 
-def _forget(engine: Engine, restored: Generation) -> None:
-    """Remove what is of other generations in the slots of hosts that had another number."""
+def _forget(checkpointer: Checkpointer, restored: CheckpointId) -> None:
+    """Remove what is of other checkpoints in the slots of hosts that had another number."""
     with suppress(OSError):
-        for path, record in seals_under(engine.folder.parent):
-            if path.parent != engine.folder and record.generation != restored:
-                Slot(path.with_name(path.name.removesuffix(SEAL)), engine.files).close()
+        for path, record in seals_under(checkpointer.folder.parent):
+            if path.parent != checkpointer.folder and record.checkpoint != restored:
+                Slot(path.with_name(path.name.removesuffix(SEAL)), checkpointer.files).close()
 
 
 def forget_all(memory: Path) -> None:
@@ -191,12 +197,16 @@ def forget_all(memory: Path) -> None:
     shutil.rmtree(memory, ignore_errors=True)
 
 
-def _from_one_file(engine: Engine, loader: Loader, where: str, others: Collection[Generation]) -> int | None:
+def _from_one_file(
+    checkpointer: Checkpointer, loader: Loader, where: str, others: Collection[CheckpointId]
+) -> int | None:
     """Go on from a save as `Plain` writes them. Generations beside it are of what came before, or was given up."""
     if not loader.restore(where):
         return None
-    if others or engine.claim.known is not None:
-        engine.begin(None, others)
+    if others or checkpointer.claim.known is not None:
+        checkpointer.begin(None, others)
     if where != "auto":
-        engine.world.agree(lambda: loader.go_back(engine.progress.step) if engine.world.first else None)
-    return engine.progress.step
+        checkpointer.world.agree(
+            lambda: loader.go_back(checkpointer.progress.step) if checkpointer.world.first else None
+        )
+    return checkpointer.progress.step

@@ -1,6 +1,6 @@
-"""Going on from the newest generation that can be put together from what is left in memories and on disks.
+"""Going on from the newest checkpoint that can be put together from what is left in memories and on disks.
 
-All ranks tell what they see (*offers*), take the newest generation whose every part can be had, verify what they will
+All ranks tell what they see (*offers*), take the newest checkpoint whose every part can be had, verify what they will
 read of it, vote, and only then read: from this host's memory, its disk, or other hosts. A damaged offer is dropped and
 the choice made anew, so that all ranks fall back together.
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from shoestring.checkpoint.format.layout import PRIVATE
-from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.recovery.reader import DISK, MEMORY, Offer, Reader, Wanted, opened
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers.disk import manifests
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import Slot, seals
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
@@ -32,9 +32,9 @@ log = logging.getLogger("shoestring")
 
 @dataclass(frozen=True)
 class Choice:
-    """A generation, and what can be read of it."""
+    """A checkpoint, and what can be read of it."""
 
-    generation: Generation
+    checkpoint: CheckpointId
     offers: tuple[Offer, ...]
     lost: tuple[peer_copies.Rebuild, ...]
     """Parts that must be rebuilt from parity first."""
@@ -53,11 +53,11 @@ class Choice:
 
 @dataclass(eq=False)
 class Recovery:
-    """One attempt to find and read a generation; every method that talks is a collective."""
+    """One attempt to find and read a checkpoint; every method that talks is a collective."""
 
     kept: Mapping[str, Kept]
     world: World
-    circle: Circle
+    group: RankGroup
     bad: set[tuple[int, str]] = field(default_factory=set)
     """Offers that turned out to be damaged."""
     reason: str = ""
@@ -77,7 +77,7 @@ class Recovery:
         if self.world.local_rank == 0:
             mine += self._seen(MEMORY, memory, lambda root: ((path.parent, each) for path, each in seals_under(root)))
             mine += self._seen(DISK, disk, manifests)
-        every = self.circle.tell([mine, self.unseen])
+        every = self.group.all_gather([mine, self.unseen])
         self.unseen = next((unseen for _, unseen in every if unseen), "")
         found = []
         for rank, (told, _) in enumerate(every):
@@ -87,7 +87,7 @@ class Recovery:
                 for name, entry in record.parts.items():
                     path = str(Path(folder) / entry.file)
                     host = rank // self.world.local_size
-                    found.append(Offer(record.generation, host, level, path, name, entry, notes))
+                    found.append(Offer(record.checkpoint, host, level, path, name, entry, notes))
         return found
 
     def _seen(self, level: str, root: Path | None, look: Callable[[Path], Iterable[tuple[Path, Record]]]) -> list[Any]:
@@ -100,13 +100,13 @@ class Recovery:
             return []
 
     def choices(self, offers: Iterable[Offer]) -> Iterator[Choice]:
-        """The generations of which every rank's private part can be had, newest first."""
+        """The checkpoints of which every rank's private part can be had, newest first."""
         good = [offer for offer in offers if offer.key not in self.bad]
-        for generation in sorted({offer.generation for offer in good}, reverse=True):
-            there = tuple(offer for offer in good if offer.generation == generation)
-            lost = self._rebuilds(there, generation.ranks)
+        for checkpoint in sorted({offer.checkpoint for offer in good}, reverse=True):
+            there = tuple(offer for offer in good if offer.checkpoint == checkpoint)
+            lost = self._rebuilds(there, checkpoint.ranks)
             if lost is not None:
-                yield Choice(generation, there, tuple(lost))
+                yield Choice(checkpoint, there, tuple(lost))
 
     def _rebuilds(self, offers: Sequence[Offer], ranks: int) -> list[peer_copies.Rebuild] | None:
         """How the parts that nobody has are rebuilt; None where one cannot be. Looks at each offer a few times only,
@@ -162,18 +162,18 @@ class Recovery:
             offers += rebuilt
             if self.bad & {offer.key for offer in offers}:
                 return None
-        reader = Reader(self.world, self.circle, offers)
+        reader = Reader(self.world, self.group, offers)
         if damaged := reader.open():
             self.bad |= damaged
             return None
         wanted, reads, reason = None, {}, ""
         try:
             reader.sort()
-            wanted = Wanted(self.kept, self.world, choice.generation, reader)
+            wanted = Wanted(self.kept, self.world, choice.checkpoint, reader)
             reads = wanted.reads()
         except (CheckpointError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
-        if reason := next(filter(None, self.circle.tell(reason)), ""):
+        if reason := next(filter(None, self.group.all_gather(reason)), ""):
             self.give_up(replace(choice, offers=tuple(offers)), reason)
             return None
         assert wanted is not None
@@ -184,7 +184,7 @@ class Recovery:
 
     def give_up(self, choice: Choice, reason: str) -> None:
         """Take none of a choice's offers."""
-        self.reason = f"step {choice.generation.step}: {reason}"
+        self.reason = f"step {choice.checkpoint.step}: {reason}"
         log.warning("skipping the save of %s", self.reason)
         self.bad |= {offer.key for offer in choice.offers}
 
@@ -205,7 +205,7 @@ class Recovery:
                 except CheckpointError as error:
                     log.warning("%s", error)
                     damaged.append(list(offer.key))
-        if any(told := self.circle.tell(damaged)):
+        if any(told := self.group.all_gather(damaged)):
             self.bad |= {(host, path) for each in told for host, path in each}
             return []
         nbytes = how.of.lengths[how.of.ranks.index(how.lost)]
@@ -217,16 +217,16 @@ class Recovery:
             target.begin()
             into = target.room(name, nbytes)
         record = None
-        if peer_copies.rebuild(self.circle, how, parts, parities, into) and target is not None:
-            record = [target.seal(choice.generation).dumps().decode(), str(target.stem.parent)]
-        if (told := self.circle.tell(record)[how.builder]) is None:
+        if peer_copies.rebuild(self.group, how, parts, parities, into) and target is not None:
+            record = [target.seal(choice.checkpoint).dumps().decode(), str(target.stem.parent)]
+        if (told := self.group.all_gather(record)[how.builder]) is None:
             log.warning("the state of former rank %s, rebuilt from parity, is not what it was", how.lost)
             self.bad |= {offer.key for offer in choice.offers if offer.part.startswith(peer_copies.PARITY)}
             return []
         text, folder = told
         entry = Record.loads(text.encode(), folder).parts[name]
         host = how.builder // self.world.local_size
-        return [Offer(choice.generation, host, MEMORY, str(Path(folder) / entry.file), name, entry)]
+        return [Offer(choice.checkpoint, host, MEMORY, str(Path(folder) / entry.file), name, entry)]
 
 
 def _having(by_part: Mapping[str, list[Offer]], *parts: str) -> list[int]:

@@ -6,21 +6,24 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import check_private
 from shoestring.core.errors import ShoestringError
 from shoestring.core.leases import HostMemory, Order
 from shoestring.core.world import World
 from shoestring.planning.system import free_memory, kills_for_memory, peak_above_now
 
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
+
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
 _ALL = 1e18  # bytes: no host has as many
 _ORDERS = {STAGING: Order.REQUIRED, OWN: Order.CHECKPOINT, HELD: Order.PEERS}
 
 
-def share(circle: Circle, world: World, settings: Tiered, folder: Path) -> None:
+def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> None:
     """Set a rank's part of its host's memory, unless it is set: what the user allows, or most of what is free at the
     peak of a step.
 
@@ -36,7 +39,7 @@ def share(circle: Circle, world: World, settings: Tiered, folder: Path) -> None:
     note = folder.parent / f"budget-{folder.name}.json"
     most, kills = _allowed(note), kills_for_memory()
     host = world.rank // world.local_size * world.local_size
-    told = circle.tell([min(free_memory() + there, _ALL), peak_above_now(), most])[host : host + world.local_size]
+    told = group.all_gather([min(free_memory() + there, _ALL), peak_above_now(), most])[host : host + world.local_size]
     free = min(free for free, _, _ in told) - sum(above for _, above, _ in told)
     free = max(0.0, min([free, *(most for *_, most in told)]))
     world.memory.settle(free, world.local_size)

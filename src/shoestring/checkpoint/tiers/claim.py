@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoestring.checkpoint.format.history import HISTORY, History
-from shoestring.checkpoint.format.manifest import Generation
+from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Lock, said, tried
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import check_private
 from shoestring.core.errors import CheckpointError, ShoestringError
 from shoestring.core.world import World
@@ -33,7 +33,7 @@ LOCK = "lock"
 
 
 class Claim:
-    """One rank's part in it; methods that take a circle are collectives.
+    """One rank's part in it; methods that take a group are collectives.
 
     Args:
         memory: the folder of all of the run's slots on this host.
@@ -57,33 +57,33 @@ class Claim:
         self._lock: Lock | None = None
         self._presence: Lock | None = None
 
-    def take(self, circle: Circle) -> None:
+    def take(self, group: RankGroup) -> None:
         """Get the right, or keep it; and find out what the folder says.
 
         Raises:
             CheckpointError: on all ranks: another start of the run still lives.
         """
-        self._token = self._token or str(circle.tell(secrets.token_hex(8))[0])
-        self._lock_folder(circle)
+        self._token = self._token or str(group.all_gather(secrets.token_hex(8))[0])
+        self._lock_folder(group)
         found = None
         if self.world.local_rank == 0:
             found = tried(self._take_memory)
-        _agreed(circle, found)
+        _agreed(group, found)
         if self._presence is None or not self._presence.stands:  # each process for itself, once those before are gone
             with suppress(OSError, ShoestringError):
                 check_private(self.memory, 2)
                 path = self.memory / f"{LOCK}-{self._token}-{self.world.rank}"
                 self._presence = self.disk.files.lock(path, self._says)
-        self.known = newest(circle, self.disk.folder if self.world.local_rank == 0 else None)
+        self.known = newest(group, self.disk.folder if self.world.local_rank == 0 else None)
 
     @property
     def _says(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()} {self._token}"
 
-    def _lock_folder(self, circle: Circle) -> None:
+    def _lock_folder(self, group: RankGroup) -> None:
         """Lock each folder that ranks see, by one rank; the first host's before the others, which may have the same."""
         first = self._grab() if self.world.first else None
-        self.unrecorded = str(_agreed(circle, first)[0] or "")
+        self.unrecorded = str(_agreed(group, first)[0] or "")
         if self.unrecorded:
             self.shared = None
             return
@@ -91,9 +91,9 @@ class Claim:
         if looks and not self.world.first:
             sees = self._sees_first()
             mine = None if sees else self._grab()
-        self.shared = all(circle.tell(sees))
+        self.shared = all(group.all_gather(sees))
         self.commits = self.world.first or (looks and not self.shared)
-        self.unrecorded = next((str(each) for each in _agreed(circle, mine) if each), "")
+        self.unrecorded = next((str(each) for each in _agreed(group, mine) if each), "")
 
     def _sees_first(self) -> bool:
         try:
@@ -127,25 +127,27 @@ class Claim:
                     return _held(self.memory, error)
         return None
 
-    def begin(self, circle: Circle, restored: Generation | None, others: Collection[Generation]) -> None:
-        """Begin a start that continues a generation, or nothing: the history says so from here on."""
+    def begin(self, group: RankGroup, restored: CheckpointId | None, others: Collection[CheckpointId]) -> None:
+        """Begin a start that continues a checkpoint, or nothing: the history says so from here on."""
         starts = [each.start for each in others]
         starts += [self.known.epoch.start] if self.known else []
         uid = secrets.token_hex(4)
         mine = History.following(self.known, restored, others, max(starts, default=-1) + 1, uid)
-        self.history = History.loads(str(circle.tell(mine.dumps().decode())[0]).encode(), "what the first rank told")
+        self.history = History.loads(
+            str(group.all_gather(mine.dumps().decode())[0]).encode(), "what the first rank told"
+        )
         self.disk.run, self.disk.guard = self.history.run, self.guard
-        self.record(circle)
+        self.record(group)
 
-    def record(self, circle: Circle) -> None:
+    def record(self, group: RankGroup) -> None:
         """Write the history, on each folder that ranks see."""
         assert self.history is not None
         if self.shared is None:
-            self._lock_folder(circle)
+            self._lock_folder(group)
         if self.unrecorded and self.shared is None:
             return
         failed = tried(self._write) if self.commits else None
-        self.unrecorded = next((str(each) for each in circle.tell(failed) if each), "")
+        self.unrecorded = next((str(each) for each in group.all_gather(failed) if each), "")
 
     def _write(self) -> None:
         assert self.history is not None
@@ -181,7 +183,7 @@ class Claim:
         self._lock = self._presence = None
 
 
-def newest(circle: Circle, folder: Path | None) -> History | None:
+def newest(group: RankGroup, folder: Path | None) -> History | None:
     """The history that most hosts have, the newest of those; for a folder of this host, if this rank looks for it."""
     mine = None
     if folder is not None:
@@ -189,7 +191,7 @@ def newest(circle: Circle, folder: Path | None) -> History | None:
             mine = History.read(folder)
         except CheckpointError as error:
             log.debug("%s", error)
-    told = [str(each) for each in circle.tell(mine.dumps().decode() if mine else None) if each]
+    told = [str(each) for each in group.all_gather(mine.dumps().decode() if mine else None) if each]
     found = [History.loads(each.encode(), "what a rank told") for each in told]
     runs = [each.run for each in found]
     return max(found, key=lambda each: (runs.count(each.run), each.epoch.start, each.epoch.uid), default=None)
@@ -200,9 +202,9 @@ def _held(folder: Path, error: BlockingIOError) -> list[str]:
     return [f"`{folder}` is in use by {process}", "another start of this run still lives: end it, or wait for its end"]
 
 
-def _agreed(circle: Circle, found: object) -> list[object]:
+def _agreed(group: RankGroup, found: object) -> list[object]:
     """What every rank found; raised on all of them as an error if it is a list on one."""
-    told = circle.tell(found)
+    told = group.all_gather(found)
     for each in told:
         if isinstance(each, list):
             raise CheckpointError(each[0], hint=each[1])

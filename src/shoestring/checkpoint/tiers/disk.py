@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
-from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
@@ -23,8 +23,8 @@ log = logging.getLogger("shoestring")
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # a hint for people; what is there is found by looking
-MARK = ".loading-"  # of the generation that is being loaded; see `attempts`
-NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # a generation's
+MARK = ".loading-"  # of the checkpoint that is being loaded; see `attempts`
+NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # a checkpoint's
 ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # that is not committed, or being deleted
 UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # of an attempt to load; see there, too
 MARKS = re.compile(rf"({'|'.join(map(re.escape, (MARK, UNDER_WAY, CRASH)))})\d+")
@@ -37,7 +37,7 @@ def _unguarded() -> None:
 
 @dataclass
 class Disk:
-    """The folder of a run's generations."""
+    """The folder of a run's checkpoints."""
 
     folder: Path
     files: Files
@@ -47,20 +47,20 @@ class Disk:
     """Raises OSError where another start has taken over; asked before anything gets its final name or is deleted."""
     _rooted: bool = field(default=False, init=False)
 
-    def aside(self, generation: Generation) -> Path:
-        """Where a generation is written before it is committed."""
-        return self._aside(generation.name)
+    def aside(self, checkpoint: CheckpointId) -> Path:
+        """Where a checkpoint is written before it is committed."""
+        return self._aside(checkpoint.name)
 
     def _aside(self, name: str) -> Path:
         return self.folder / (f".{name}.{self.run}.tmp" if self.run else f".{name}.tmp")
 
-    def write(self, generation: Generation, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Write some of a generation's parts, make them durable, and read them back: older saves are deleted for them.
+    def write(self, checkpoint: CheckpointId, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
+        """Write some of a checkpoint's parts, make them durable, and read them back: older saves are deleted for them.
 
         Raises:
             OSError: as `Files.write`; or what was written is not what is there.
         """
-        aside = self.aside(generation)
+        aside = self.aside(checkpoint)
         self.files.folder(aside)
         entries = {}
         for name, data in parts.items():
@@ -76,7 +76,7 @@ class Disk:
         Raises:
             OSError: as `write`; what has its final name by then may be found, and is whole.
         """
-        aside, final = self.aside(record.generation), self.folder / record.generation.name
+        aside, final = self.aside(record.checkpoint), self.folder / record.checkpoint.name
         data = record.dumps()
         self.files.replace(aside / MANIFEST, data)
         self.files.reread(aside / MANIFEST, sums(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
@@ -110,14 +110,14 @@ class Disk:
                     self.files.sync(above)
             self._rooted = True
 
-    def abort(self, generation: Generation) -> None:
-        """Leave nothing of a generation that could not be written."""
-        self.files.remove(self.aside(generation))
+    def abort(self, checkpoint: CheckpointId) -> None:
+        """Leave nothing of a checkpoint that could not be written."""
+        self.files.remove(self.aside(checkpoint))
 
     def retire(self, folders: Iterable[Path]) -> None:
-        """Delete generations: each gets the name of one that is not committed first, so a half-deleted one is none.
+        """Delete checkpoints: each gets the name of one that is not committed first, so a half-deleted one is none.
 
-        What only links to a generation elsewhere is left alone.
+        What only links to a checkpoint elsewhere is left alone.
         """
         for folder in folders:
             with suppress(OSError):
@@ -144,7 +144,7 @@ class Disk:
 
 
 def manifests(folder: Path) -> list[tuple[Path, Record]]:
-    """The committed generations in a folder, newest first; those whose manifest is damaged are passed over."""
+    """The committed checkpoints in a folder, newest first; those whose manifest is damaged are passed over."""
     found = []
     for path in folder.glob("step-*"):
         if (path / MANIFEST).is_file():
@@ -152,11 +152,11 @@ def manifests(folder: Path) -> list[tuple[Path, Record]]:
                 found.append((path, Record.read(path / MANIFEST)))
             except CheckpointError as error:
                 log.warning("skipping %s", error)
-    return sorted(found, key=lambda pair: pair[1].generation, reverse=True)
+    return sorted(found, key=lambda pair: pair[1].checkpoint, reverse=True)
 
 
 def checked(folder: Path, record: Record) -> dict[str, Any]:
-    """Read all of a generation's parts; {"parts", "bytes"}.
+    """Read all of a checkpoint's parts; {"parts", "bytes"}.
 
     Raises:
         CheckpointError: the first that is missing or damaged.
@@ -164,6 +164,6 @@ def checked(folder: Path, record: Record) -> dict[str, Any]:
     for name in record.parts:
         part = record.part(folder, name)
         part.verify()
-        record.generation.claims(part)
+        record.checkpoint.claims(part)
         _ = part.pieces
     return {"parts": len(record.parts), "bytes": sum(entry.nbytes for entry in record.parts.values())}

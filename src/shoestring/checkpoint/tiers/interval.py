@@ -130,7 +130,7 @@ def waste(levels: Sequence[Level], steps: Mapping[str, int], step_seconds: float
     """The share of all time that saves, restarts and work done again will take, with `steps` as from `plan`; 0 to 1.
 
     Daly's complete model ("A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-    Generation Computer Systems 22, 2006), one level after the other: from a save of level l to the next it would be
+    CheckpointId Computer Systems 22, 2006), one level after the other: from a save of level l to the next it would be
     D_l = n D'_{l-1} + C_l without failures of class l, and is D'_l = e^{λR} (e^{λD} - 1) / λ with them. Its first order
     is the module's formula. Left out are failures of lower classes during restarts and saves.
 

@@ -1,4 +1,4 @@
-"""What becomes of a sealed generation beside training: kept by peers, written to disk, committed; older ones retired.
+"""What becomes of a sealed checkpoint beside training: kept by peers, written to disk, committed; older ones retired.
 
 All of it is on one thread, with a process group of its own, in the same order on all ranks.
 """
@@ -11,24 +11,26 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.layout import KINDS, PRIVATE, REST, SHARE
-from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.tiers import budget, peer_copies
 from shoestring.checkpoint.tiers.claim import Claim
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import tried
-from shoestring.checkpoint.tiers.save_group import Circle
+from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, oldest
 from shoestring.checkpoint.tiers.waits import Worker, result_of
 from shoestring.core.trace import span
 from shoestring.core.world import World
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
 
 log = logging.getLogger("shoestring")
 
@@ -57,7 +59,7 @@ class Standing:
 
 @dataclass(eq=False)
 class Keeper:
-    """One rank's part in keeping generations beyond this host's own memory."""
+    """One rank's part in keeping checkpoints beyond this host's own memory."""
 
     world: World
     settings: Tiered
@@ -67,10 +69,10 @@ class Keeper:
     schedule: Schedule
     standing: Standing
     pinned: Slot | None = None
-    """The own slot whose generation the peers have, too."""
+    """The own slot whose checkpoint the peers have, too."""
 
     def __post_init__(self) -> None:
-        self.circle = Circle.of(self.world, "copying a checkpoint to peers or to disk")
+        self.group = RankGroup.join(self.world, "copying a checkpoint to peers or to disk")
         self.disk, self.files = self.claim.disk, self.claim.disk.files
         self.held = [Slot(self.folder / f"held-{self.world.local_rank}-{index}", self.files) for index in range(2)]
         self._thread = Worker("checkpoint-keep")
@@ -83,8 +85,8 @@ class Keeper:
         """Begin a start of the run."""
         for slot in self.held:
             slot.resume(history)
-        held = max((slot.generation for slot in self.held if slot.generation), default=None)
-        self.pinned = next((slot for slot in own if slot.generation and slot.generation == held), None)
+        held = max((slot.checkpoint for slot in self.held if slot.checkpoint), default=None)
+        self.pinned = next((slot for slot in own if slot.checkpoint and slot.checkpoint == held), None)
         rebuilt = self.folder.glob(f"{REBUILT}*{SEAL}") if self.world.local_rank == 0 else ()
         self._rebuilt = [Slot(path.with_name(path.name.removesuffix(SEAL)), self.files) for path in rebuilt]
 
@@ -104,7 +106,7 @@ class Keeper:
 
         Args:
             sealing: gives why it must not be kept, if anything speaks against it.
-            record: its generation and notes.
+            record: its checkpoint and notes.
         """
         self._reads, self._nbytes = slot, sum(map(len, slot.parts(KINDS).values()))
         self._keeping = self._thread.submit(self._keep, sealing, slot, frozenset(levels), record)
@@ -112,27 +114,27 @@ class Keeper:
     def drain(self) -> None:
         """Wait until nothing is under way."""
         if self._keeping is not None:
-            result_of(self._keeping, KEEPING, self._nbytes, 4 * self.circle.patience)
+            result_of(self._keeping, KEEPING, self._nbytes, 4 * self.group.patience)
 
     def close(self, *, forget: bool) -> None:
         """Stop the thread; and give the memory back that it held for others."""
-        self._thread.stop(KEEPING, self._nbytes, 4 * self.circle.patience)
+        self._thread.stop(KEEPING, self._nbytes, 4 * self.group.patience)
         for slot in self.held if forget else ():
             slot.close()
-        self.circle.close()
+        self.group.close()
 
     # -- on the other thread ------------------------------------------------------------------------------------------
 
     def _any(self, reason: str) -> str:
         """The reason of the first rank that has one; a collective."""
-        return next(filter(None, self.circle.tell(reason)), "")
+        return next(filter(None, self.group.all_gather(reason)), "")
 
     def _keep(self, sealing: Future[str], slot: Slot, levels: frozenset[str], record: Record) -> None:
         try:
             if self._any(result_of(sealing, "sealing a checkpoint in this host's memory", self._nbytes)):
                 return
             if PEERS in levels:
-                self._replicate(slot, record.generation)
+                self._replicate(slot, record.checkpoint)
             if DISK in levels:
                 self._persist(slot, record)
             if max(self.standing.safe[PEERS], self.standing.safe[DISK]):
@@ -142,7 +144,7 @@ class Keeper:
             level = PEERS if PEERS in levels else DISK
             self.standing.lacks(level, (str(error).splitlines() or [""])[0])
 
-    def _replicate(self, slot: Slot, generation: Generation) -> None:
+    def _replicate(self, slot: Slot, checkpoint: CheckpointId) -> None:
         began, local = time.perf_counter(), self.world.local_size
         (part,), held = slot.parts([PRIVATE]).values(), oldest(self.held)
         if reason := self._refused(slot, part):
@@ -150,21 +152,21 @@ class Keeper:
             return
         with span("replicate", "wire", len(part)):
             if self.settings.peers == "parity":
-                of = peer_copies.parity_set(self.circle, local, self.settings.set_size, part)
-                peer_copies.encode(self.circle, of, part, held, generation)
+                of = peer_copies.parity_set(self.group, local, self.settings.set_size, part)
+                peer_copies.encode(self.group, of, part, held, checkpoint)
             else:
-                peer_copies.copy(self.circle, local, part, held, generation)
+                peer_copies.copy(self.group, local, part, held, checkpoint)
         reason = self._any(held.lacking or slot.lacking)
         self.standing.lacks(PEERS, reason)
         if reason:  # some have it, not all: the next one takes its place, not that of the last that all have
-            held.generation = None
+            held.checkpoint = None
             return
-        self.pinned, self.standing.safe[PEERS] = slot, generation.step
+        self.pinned, self.standing.safe[PEERS] = slot, checkpoint.step
         self.schedule.took(PEERS, time.perf_counter() - began)
 
     def _refused(self, slot: Slot, part: Tensor) -> str:
         """Why the peers should not get a part, by any rank; a collective."""
-        nbytes = max(self.circle.tell(len(part)))
+        nbytes = max(self.group.all_gather(len(part)))
         if self.settings.peers == "parity":
             nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
         reason = budget.lacking(self.world.memory, budget.HELD, len(self.held), nbytes)
@@ -176,22 +178,22 @@ class Keeper:
 
     def _persist(self, slot: Slot, record: Record) -> None:
         """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
-        began, generation = time.perf_counter(), record.generation
+        began, checkpoint = time.perf_counter(), record.checkpoint
         if self.claim.unrecorded:
             self.standing.lacks(DISK, self.claim.unrecorded)
             return
         kinds = (PRIVATE, SHARE) if self.claim.shared else (PRIVATE, SHARE, REST)
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
-            written = tried(lambda: self.disk.write(generation, parts))
-            told = self.circle.tell(written if isinstance(written, str) else _plain(written))
+            written = tried(lambda: self.disk.write(checkpoint, parts))
+            told = self.group.all_gather(written if isinstance(written, str) else _plain(written))
             reason = next((each for each in told if isinstance(each, str)), "")
             if not reason:
                 reason = self._commit(record, told)
         if reason:
-            tried(lambda: self.disk.abort(generation))
+            tried(lambda: self.disk.abort(checkpoint))
         else:
-            self.standing.safe[DISK] = generation.step
+            self.standing.safe[DISK] = checkpoint.step
         self.standing.lacks(DISK, reason)
         self.schedule.took(DISK, time.perf_counter() - began)
 
@@ -204,22 +206,22 @@ class Keeper:
         reason = ""
         if self.claim.commits:
             parts = {name: Entry(**entry) for rank in ranks for name, entry in told[rank].items()}
-            found = tried(lambda: self.disk.commit(Record(record.generation, parts, record.notes)))
+            found = tried(lambda: self.disk.commit(Record(record.checkpoint, parts, record.notes)))
             reason = found if isinstance(found, str) else ""
         reason = self._any(reason)
         if self.claim.commits and not reason:
-            tried(lambda: self._retire(record.generation))
+            tried(lambda: self._retire(record.checkpoint))
         return reason
 
-    def _retire(self, newest: Generation) -> None:
+    def _retire(self, newest: CheckpointId) -> None:
         """Keep the newest few that this start continues; of abandoned branches, what has been done again by now goes.
 
         What others have put here stays.
         """
-        there = [(path, record.generation) for path, record in manifests(self.disk.folder)]
+        there = [(path, record.checkpoint) for path, record in manifests(self.disk.folder)]
         assert self.claim.history is not None
-        line = [path for path, generation in there if self.claim.history.holds(generation)]
-        gone = [path for path, generation in there if self.claim.history.superseded(generation, newest.step)]
+        line = [path for path, checkpoint in there if self.claim.history.holds(checkpoint)]
+        gone = [path for path, checkpoint in there if self.claim.history.superseded(checkpoint, newest.step)]
         self.disk.retire((*gone, *line[self.settings.keep :]))
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.layout import PRIVATE
-from shoestring.checkpoint.format.manifest import Generation, Record
-from shoestring.checkpoint.tiers.save_group import PIECE, Circle
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
+from shoestring.checkpoint.tiers.rank_group import PIECE, RankGroup
 from shoestring.checkpoint.tiers.slots import Slot
 
 PARITY = "parity"
@@ -39,24 +39,24 @@ def sets(hosts: int, size: int) -> list[range]:
     return [range(first, stop) for first, stop in itertools.pairwise(edges)]
 
 
-def copy(circle: Circle, local: int, part: Tensor, slot: Slot, generation: Generation) -> Record:
+def copy(group: RankGroup, local: int, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
     """Send this rank's part to its partner, and seal in `slot` what another one sent; a collective.
 
     Raises:
         ConnectionError: on all ranks: what some rank sealed is not what was sent to it.
     """
-    hosts, host = circle.size // local, circle.rank // local
-    target = partner(host, hosts) * local + circle.rank % local
-    source = next(h for h in range(hosts) if partner(h, hosts) == host) * local + circle.rank % local
-    lengths = circle.tell(len(part))
+    hosts, host = group.size // local, group.rank // local
+    target = partner(host, hosts) * local + group.rank % local
+    source = next(h for h in range(hosts) if partner(h, hosts) == host) * local + group.rank % local
+    lengths = group.all_gather(len(part))
     slot.begin()
     room = slot.room(f"{PRIVATE}-{source}", lengths[source])
-    circle.swap([(target, part)], [(source, room)])
-    told = circle.tell([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
+    group.exchange([(target, part)], [(source, room)])
+    told = group.all_gather([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
     for holder, (_, of, found) in enumerate(told):
         if found != told[of][0]:
             raise ConnectionError(f"rank {holder} holds another copy of rank {of}'s state than was sent")
-    return slot.seal(generation)
+    return slot.seal(checkpoint)
 
 
 def _mark(data: Tensor) -> int:
@@ -87,34 +87,34 @@ class ParitySet:
         return min(place * self.segment, length), min((place + 1) * self.segment, length)
 
 
-def parity_set(circle: Circle, local: int, size: int, part: Tensor) -> ParitySet:
+def parity_set(group: RankGroup, local: int, size: int, part: Tensor) -> ParitySet:
     """The set of this rank: one rank of each host in it; a collective."""
-    told = circle.tell([len(part), _mark(part)])
-    hosts = next(each for each in sets(circle.size // local, size) if circle.rank // local in each)
-    ranks = tuple(host * local + circle.rank % local for host in hosts)
+    told = group.all_gather([len(part), _mark(part)])
+    hosts = next(each for each in sets(group.size // local, size) if group.rank // local in each)
+    ranks = tuple(host * local + group.rank % local for host in hosts)
     return ParitySet(ranks, *zip(*(told[rank] for rank in ranks), strict=True))
 
 
-def encode(circle: Circle, of: ParitySet, part: Tensor, slot: Slot, generation: Generation) -> Record:
+def encode(group: RankGroup, of: ParitySet, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
     """Seal in `slot` the parity that this rank keeps for the others of its set; a collective.
 
     Raises:
         ConnectionError: on all ranks: what arrived on some rank is not what was sent to it.
     """
     slot.begin()
-    room = slot.room(f"{PARITY}-{circle.rank}", of.segment)
+    room = slot.room(f"{PARITY}-{group.rank}", of.segment)
     room.zero_()
-    others = [rank for rank in of.ranks if rank != circle.rank]
-    outgoing = {rank: part[slice(*of.span(circle.rank, rank))] for rank in others}
-    widths = {rank: of.span(rank, circle.rank) for rank in others}
-    damaged = _xor_in(circle, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
-    for rank, sources in enumerate(circle.tell(sorted(damaged))):
+    others = [rank for rank in of.ranks if rank != group.rank]
+    outgoing = {rank: part[slice(*of.span(group.rank, rank))] for rank in others}
+    widths = {rank: of.span(rank, group.rank) for rank in others}
+    damaged = _xor_in(group, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
+    for rank, sources in enumerate(group.all_gather(sorted(damaged))):
         if sources:
             raise ConnectionError(f"what rank {sources[0]} sent to rank {rank} did not arrive whole")
-    return slot.seal(generation, {name: list(each) for name, each in vars(of).items()})
+    return slot.seal(checkpoint, {name: list(each) for name, each in vars(of).items()})
 
 
-def _xor_in(circle: Circle, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
+def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
     """XOR what arrives from each rank into `room`, a piece at a time; the ranks of which it did not arrive whole."""
     damaged = set[int]()
     longest = max((*widths.values(), *map(len, outgoing.values())), default=0)
@@ -122,7 +122,7 @@ def _xor_in(circle: Circle, room: Tensor, outgoing: dict[int, Tensor], widths: d
     for start in range(0, longest, PIECE):
         arriving = {rank: buffers[rank][: max(0, min(width - start, PIECE))] for rank, width in widths.items()}
         sends = [(rank, data[start : start + PIECE]) for rank, data in outgoing.items()]
-        damaged |= circle.swap(sends, list(arriving.items()))
+        damaged |= group.exchange(sends, list(arriving.items()))
         for data in arriving.values():
             xor_(room[start : start + len(data)], data)
     return damaged
@@ -149,7 +149,9 @@ class Rebuild:
     """The present rank that the part is rebuilt on."""
 
 
-def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: dict[int, Tensor], into: Tensor) -> bool:
+def rebuild(
+    group: RankGroup, how: Rebuild, parts: dict[int, Tensor], parities: dict[int, Tensor], into: Tensor
+) -> bool:
     """Rebuild a lost part; a collective of all present ranks.
 
     Args:
@@ -164,8 +166,8 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
     piece that is ready goes to the builder beside the exchange of the next one.
     """
     others = [rank for rank in how.of.ranks if rank != how.lost]
-    mine = [rank for rank in others if how.holders[rank] == circle.rank]
-    builds = circle.rank == how.builder
+    mine = [rank for rank in others if how.holders[rank] == group.rank]
+    builds = group.rank == how.builder
     ready = {keeper: parities[keeper][:0] for keeper in mine}  # of the stride before
     for start in range(0, how.of.segment + _STRIDE, _STRIDE):
         pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in mine}
@@ -176,7 +178,7 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
                     continue
                 low, high = how.of.span(other, keeper)
                 width = max(0, min(high - low - start, _STRIDE))
-                if how.holders[other] == circle.rank:
+                if how.holders[other] == group.rank:
                     sends.append((how.holders[keeper], parts[other][low + start : low + start + width]))
                 if keeper in mine:
                     buffer = torch.empty(width, dtype=torch.uint8)
@@ -188,7 +190,7 @@ def rebuild(circle: Circle, how: Rebuild, parts: dict[int, Tensor], parities: di
                 sends.append((how.builder, ready[keeper][: stop - first]))
             if builds:
                 receives.append((how.holders[keeper], into[low + first : low + stop]))
-        circle.swap(sends, receives)  # what does not arrive whole shows in the mark of what comes out
+        group.exchange(sends, receives)  # what does not arrive whole shows in the mark of what comes out
         for buffer, target in arriving:
             xor_(target, buffer)
         ready = pieces

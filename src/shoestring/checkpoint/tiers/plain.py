@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shoestring import checkpoint
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.checkpoint.tiers.staging import buffer_names
 from shoestring.core.errors import CheckpointError
@@ -23,6 +22,9 @@ from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.storage.guarded import open_regular, read_regular
 from shoestring.storage.whole import sync_above, write_atomic
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Plain
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _LEFT = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.tmp")
 class Saver:
     """Saves a job's kept state at the step's boundary, and restores it."""
 
-    def __init__(self, job: Job, settings: checkpoint.Plain) -> None:
+    def __init__(self, job: Job, settings: Plain) -> None:
         self.job = job
         self.every, self.keep = settings.every, settings.keep
         self.folder = Path(settings.folder)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
 from shoestring.checkpoint.format.history import History
-from shoestring.checkpoint.format.manifest import Entry, Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Form, mapped
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError, ShoestringError
@@ -102,7 +102,7 @@ class Slot:
     files: Files
     threads: int = 1
     """For its checksums."""
-    generation: Generation | None = None
+    checkpoint: CheckpointId | None = None
     """Of what is sealed in it."""
     lacking: str = ""
     """Why it does not outlive the process."""
@@ -119,7 +119,7 @@ class Slot:
 
         Where it cannot be broken the sealed files stay as they are, and this process's own memory is filled.
         """
-        self.generation = None
+        self.checkpoint = None
         self._parts = {}
         try:
             self.files.unlink(self.seal_path)
@@ -134,8 +134,8 @@ class Slot:
         An earlier one may be what the peers have, too, and so all there is when a host is lost before the next save.
         """
         found = sealed(self.seal_path)
-        if found is not None and history.holds(found.generation):
-            self.generation = found.generation
+        if found is not None and history.holds(found.checkpoint):
+            self.checkpoint = found.checkpoint
         else:
             self.begin()
 
@@ -188,13 +188,13 @@ class Slot:
     def _path(self, key: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{key}")
 
-    def seal(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Record:
+    def seal(self, checkpoint: CheckpointId, notes: Mapping[str, Any] | None = None) -> Record:
         """Say that everything is in it; checksums are of what it holds now."""
         parts = {
             name: Entry(self._path(name.partition("-")[0]).name, len(data), tuple(sums(data, self.threads)))
             for name, data in self._parts.items()
         }
-        record = Record(generation, parts, notes or {})
+        record = Record(checkpoint, parts, notes or {})
         if not self.lacking and not all(room.stands for room in self._rooms.values()):
             self.lacking = f"what was in `{self.stem.parent}` has been removed by another program"
             self._rooms.clear()  # the next time there are new files
@@ -203,7 +203,7 @@ class Slot:
                 self.files.replace(self.seal_path, record.dumps(), durable=False)
             except OSError as error:
                 self.lacking = f"cannot write `{self.seal_path}`: {error.strerror}"
-        self.generation = generation
+        self.checkpoint = checkpoint
         return record
 
     @property
@@ -226,8 +226,8 @@ class Slot:
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:
-    """The one to fill next: an empty one, or that with the oldest generation."""
-    return min(slots, key=lambda slot: (slot.generation is not None, slot.generation or ()))
+    """The one to fill next: an empty one, or that with the oldest checkpoint."""
+    return min(slots, key=lambda slot: (slot.checkpoint is not None, slot.checkpoint or ()))
 
 
 def seals(folder: Path) -> Iterator[tuple[Path, Record]]:

@@ -1,4 +1,4 @@
-"""The multi-level checkpoint cache: each generation of a job's state climbs from level to level.
+"""The multi-level checkpoint cache: each checkpoint of a job's state climbs from level to level.
 
     staged ─ sealed in this host's memory ─ kept by peers ─ written to disk ─ committed ─ retired
 
@@ -16,19 +16,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.format.checksum import threads_beside
-from shoestring.checkpoint.format.manifest import Generation, Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.tiers import budget
 from shoestring.checkpoint.tiers.claim import Claim
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files, tried
 from shoestring.checkpoint.tiers.keeper import Keeper, Standing
-from shoestring.checkpoint.tiers.save_group import Circle, Pending
+from shoestring.checkpoint.tiers.rank_group import Pending, RankGroup
 from shoestring.checkpoint.tiers.save_schedule import DISK, MEMORY, PEERS, Schedule
 from shoestring.checkpoint.tiers.slots import Slot, oldest
 from shoestring.checkpoint.tiers.staging import Stager
@@ -39,13 +38,16 @@ from shoestring.core.kept import Progress
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
+if TYPE_CHECKING:
+    from shoestring.checkpoint import Tiered
+
 log = logging.getLogger("shoestring")
 
 REPLACED = "another start of this run has taken over its checkpoints: this one ends here"
 
 
 @dataclass(eq=False)
-class Engine:
+class Checkpointer:
     """One rank's part in saving; `capture` after every step, `wait` before the next one changes the state."""
 
     kept: Mapping[str, Kept]
@@ -58,7 +60,7 @@ class Engine:
     files: Files = field(default_factory=Files)
 
     def __post_init__(self) -> None:
-        self.circle = Circle.of(self.world, "agreeing on checkpoints")
+        self.group = RankGroup.join(self.world, "agreeing on checkpoints")
         local = self.world.local_rank
         self.schedule = Schedule(self.settings, self.world.hosts)
         threads = threads_beside(self.world.local_size)
@@ -89,14 +91,14 @@ class Engine:
         Raises:
             CheckpointError: on all ranks: another start of the run has it.
         """
-        self.claim.take(self.circle)
+        self.claim.take(self.group)
         self._claimed = True
 
-    def begin(self, restored: Generation | None = None, others: Collection[Generation] = ()) -> None:
-        """Begin a start of the run that continues a generation, if any, of those that there are; a collective."""
+    def begin(self, restored: CheckpointId | None = None, others: Collection[CheckpointId] = ()) -> None:
+        """Begin a start of the run that continues a checkpoint, if any, of those that there are; a collective."""
         if not self._claimed:
             self.take()
-        self.claim.begin(self.circle, restored, others)
+        self.claim.begin(self.group, restored, others)
         assert self.claim.history is not None
         self._sealed = self._staged = restored.step if restored else 0
         for slot in self.own:
@@ -121,7 +123,7 @@ class Engine:
         if due:
             self._decide(step, due, loss)
         if self.schedule.due(step + 1):
-            self._pulse = self.circle.least(self._state())
+            self._pulse = self.group.all_reduce_min(self._state())
         self._stalled(began)
 
     def wait(self) -> None:
@@ -145,7 +147,7 @@ class Engine:
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
         slot = self._slot(self._sealed)
-        newest = next((each for each in self.own if each.generation and each.generation.step == self._sealed), None)
+        newest = next((each for each in self.own if each.checkpoint and each.checkpoint.step == self._sealed), None)
         lasts = self._lasts and (newest is None or newest.stands)
         return [
             float(not self.claim.replaced),
@@ -159,8 +161,8 @@ class Engine:
     def _slot(self, sealed: int) -> Slot | None:
         """The own slot to fill next; None while there is none.
 
-        Never one that is being filled or sealed, nor that of the newest generation that all ranks have sealed or of a
-        newer one; nor that whose generation the peers have, for a lost host needs it on all others.
+        Never one that is being filled or sealed, nor that of the newest checkpoint that all ranks have sealed or of a
+        newer one; nor that whose checkpoint the peers have, for a lost host needs it on all others.
         """
         held = [self.keeper.pinned, self.keeper.reads]
         held += [each for each, work in self._under_way.items() if not work.done()]
@@ -168,13 +170,13 @@ class Engine:
         return oldest(free) if free else None
 
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
-        """Stage a generation, unless that would overwrite the newest that all ranks have sealed."""
-        pulse, self._pulse = self._pulse or self.circle.least(self._state()), None
+        """Stage a checkpoint, unless that would overwrite the newest that all ranks have sealed."""
+        pulse, self._pulse = self._pulse or self.group.all_reduce_min(self._state()), None
         newest, sealed, lasts, needed, idle, *costs = pulse.wait()
         if not newest:
             raise CheckpointError(REPLACED)
         if self.claim.unrecorded:
-            self.claim.record(self.circle)
+            self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
         self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
         if lasts < 0:  # on any rank there is no room, nor will there be
@@ -189,16 +191,16 @@ class Engine:
         further = due & {PEERS, DISK} if idle else set()
         self.schedule.postpone(due)
         self.schedule.done({MEMORY} | further)
-        self.stage(slot, self._generation(step))
-        self._then(slot, self._generation(step), further, loss)
+        self.stage(slot, self._checkpoint(step))
+        self._then(slot, self._checkpoint(step), further, loss)
 
-    def _generation(self, step: int) -> Generation:
+    def _checkpoint(self, step: int) -> CheckpointId:
         assert self.claim.history is not None
         run, epoch = self.claim.history.run, self.claim.history.epoch
-        return Generation(step, epoch.start, epoch.uid, self.world.size, self.world.local_size, run)
+        return CheckpointId(step, epoch.start, epoch.uid, self.world.size, self.world.local_size, run)
 
-    def stage(self, slot: Slot, generation: Generation) -> None:
-        about = generation.identity | {"at": time.time()}
+    def stage(self, slot: Slot, checkpoint: CheckpointId) -> None:
+        about = checkpoint.identity | {"at": time.time()}
         self._began = time.perf_counter()
         if self._fits is None:
             self._share()
@@ -208,12 +210,12 @@ class Engine:
             self._fit(slot, marked.nbytes)
             self.stager.start(drafts, slot)
         self.copied += marked.nbytes
-        self._staged = generation.step
+        self._staged = checkpoint.step
 
     def _share(self) -> None:
         """Find out how much of the host's memory there is for this rank; a collective."""
         self._fits = True
-        budget.share(self.circle, self.world, self.settings, self.folder)
+        budget.share(self.group, self.world, self.settings, self.folder)
 
     def _reserve(self) -> None:
         """Make room beside training: fresh memory for what a GPU holds takes ten times as long as copying it."""
@@ -221,7 +223,7 @@ class Engine:
         sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
         self._fit(self.own[0], sum(sizes.values()))
         for slot in self.own:
-            if slot.generation is None and not slot.lacking:
+            if slot.checkpoint is None and not slot.lacking:
                 self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
@@ -239,43 +241,43 @@ class Engine:
         if not self._fits:
             self.world.memory.take(budget.STAGING, nbytes)
 
-    def _then(self, slot: Slot, generation: Generation, further: set[str], loss: Tensor | None = None) -> None:
+    def _then(self, slot: Slot, checkpoint: CheckpointId, further: set[str], loss: Tensor | None = None) -> None:
         """Seal once everything is copied, and let the other thread do what is due besides."""
         began, notes = self._began, {"last": self._last}
 
         def seal() -> str:
             if not self._refused and loss is not None and not math.isfinite(float(loss)):
-                self._refused = f"the loss of step {generation.step} is not finite"
+                self._refused = f"the loss of step {checkpoint.step} is not finite"
             if self._refused:  # training will end by it, perhaps some steps later
                 return self._refused
             slot.lacking = slot.lacking or self.claim.unrecorded
             with span("seal", "copy"):
-                reason = tried(lambda: slot.seal(generation, notes))
+                reason = tried(lambda: slot.seal(checkpoint, notes))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
             self._lasts = not lacking
-            slot.generation = generation  # what is in it can be written to disk, sealed or not
-            self._sealed = generation.step
+            slot.checkpoint = checkpoint  # what is in it can be written to disk, sealed or not
+            self._sealed = checkpoint.step
             self.schedule.took(MEMORY, time.perf_counter() - began)
             return ""
 
         self._under_way[slot] = sealing = self.stager.then(seal)
         if further:
-            self.keeper.keep(sealing, slot, further, Record(generation, {}, notes))
+            self.keeper.keep(sealing, slot, further, Record(checkpoint, {}, notes))
 
     def finish(self) -> None:
         """Save on every level, and wait for it; a collective."""
         self.drain()
         step = self.progress.step
         if self.claim.unrecorded:
-            self.claim.record(self.circle)
-        generation = self._generation(step)
+            self.claim.record(self.group)
+        checkpoint = self._checkpoint(step)
         slot = self._slot(self._sealed) or oldest(self.own)
-        self.world.agree(lambda: self.stage(slot, generation))
+        self.world.agree(lambda: self.stage(slot, checkpoint))
         self.stager.finish()
         self._last = True
         reason, hurried = "", self.schedule.has_peers and 0 < self.settings.deadline < self.schedule.seconds(DISK)
         for level in (PEERS, DISK) if hurried else (DISK,):
-            self._then(slot, generation, {level})
+            self._then(slot, checkpoint, {level})
             self.drain()
             if not (reason := self.standing.lacking[level]):
                 self.finished = self.on_disk = level == DISK
@@ -301,7 +303,7 @@ class Engine:
         for slot in self.own if self.finished else ():
             slot.close()
         budget.release(self.world.memory)
-        self.circle.close()
+        self.group.close()
         self.claim.release()
 
     def facts(self) -> dict[str, float]:
@@ -319,4 +321,4 @@ class Engine:
 
 def _needed(slot: Slot) -> int:
     """The step that all ranks must have sealed before a slot may be filled: a newer one than it holds."""
-    return 0 if slot.lacking or slot.generation is None else slot.generation.step + 1
+    return 0 if slot.lacking or slot.checkpoint is None else slot.checkpoint.step + 1

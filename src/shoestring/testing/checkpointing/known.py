@@ -19,7 +19,7 @@ from shoestring.checkpoint.format.tree import encode
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import slots_folder
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
@@ -73,13 +73,13 @@ class Known:
         self.content = state_dict
 
 
-def trained(engine: Engine, state: Known, progress: Progress, steps: Iterable[int]) -> None:
+def trained(checkpointer: Checkpointer, state: Known, progress: Progress, steps: Iterable[int]) -> None:
     """Save the states of these steps, each as far as it goes."""
     for step in steps:
         state.content, progress.step = state.make(step), step
-        engine.wait()
-        engine.capture(False)
-        engine.drain()
+        checkpointer.wait()
+        checkpointer.capture(False)
+        checkpointer.drain()
 
 
 def common(mesh: DeviceMesh, step: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Trainee:
     setting: Setting
     progress: Progress
     states: dict[str, Known]
-    engine: Engine
+    checkpointer: Checkpointer
 
     @classmethod
     def of(cls, setting: Setting, files: Files | None = None) -> Trainee:
@@ -130,8 +130,10 @@ class Trainee:
             folder=str(setting.disk(host)), memory=str(setting.memory(host)),
             peers=setting.peers,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        engine = Engine(kept, progress, world, settings, slots_folder(settings, world), set, files or Files())
-        return cls(setting, progress, states, engine)
+        checkpointer = Checkpointer(
+            kept, progress, world, settings, slots_folder(settings, world), set, files or Files()
+        )
+        return cls(setting, progress, states, checkpointer)
 
     def at(self, step: int) -> None:
         self.progress.step = step
@@ -142,15 +144,15 @@ class Trainee:
         """Save the states of so many steps, each as far as it goes."""
         for step in range(1, steps + 1):
             self.at(step)
-            self.engine.wait()
-            self.engine.capture(False)
-            self.engine.drain()
+            self.checkpointer.wait()
+            self.checkpointer.capture(False)
+            self.checkpointer.drain()
 
     def restored(self) -> tuple[int | None, str]:
         """Restore; the step that was claimed and what is wrong with what was loaded, or why nothing was."""
         self.at(0)
         try:
-            step = resume(self.engine, "auto")
+            step = resume(self.checkpointer, "auto")
         except CheckpointError as error:
             return None, "" if "damaged or incomplete" in str(error) else str(error)
         if step is None:
@@ -180,7 +182,7 @@ def content(rank: int, step: int) -> dict[str, Any]:
     return {"bytes": torch.randint(256, (2 * PAGE + 100,), dtype=torch.uint8, generator=draw), "step": step}
 
 
-def engine_of(root: Path, rank: int, ranks: int, files: Files) -> tuple[Engine, Known, Progress]:
+def build_checkpointer(root: Path, rank: int, ranks: int, files: Files) -> tuple[Checkpointer, Known, Progress]:
     """A rank that saves to disk below `root`, in a folder of a folder that are not there yet."""
     state, progress = Known(partial(content, rank)), Progress()
     kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
@@ -190,4 +192,4 @@ def engine_of(root: Path, rank: int, ranks: int, files: Files) -> tuple[Engine, 
         peers="off", keep=1,
     )  # fmt: skip
     world = World(rank, ranks, 0, 1)
-    return Engine(kept, progress, world, settings, slots_folder(settings, world), set, files), state, progress
+    return Checkpointer(kept, progress, world, settings, slots_folder(settings, world), set, files), state, progress

@@ -28,7 +28,7 @@ from torch.optim import AdamW
 
 from shoestring.checkpoint import Tiered, attached
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.tiered import Engine
+from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.comm import PowerSGD
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
@@ -160,7 +160,7 @@ def train(task: Task, rank: int, meet: Callable[..., None]) -> None:
     meet(rank=rank)
     mine = rank == task.victim
     killer = Killer(task.point if mine else "", task.count)
-    attached.Engine = partial(Engine, files=killer)  # pyright: ignore[reportPrivateImportUsage]
+    attached.Checkpointer = partial(Checkpointer, files=killer)  # pyright: ignore[reportPrivateImportUsage]
     trace = KillingTrace(rank=rank)
     trace.killer = killer
     with trace, job_of(task, trace) as job:

@@ -22,19 +22,19 @@ PIECE = 4 << 20  # bytes of one message
 
 
 @dataclass(frozen=True)
-class Circle:
-    """All ranks; None for `group` is one process alone. For use from one thread at a time."""
+class RankGroup:
+    """All ranks; None for `process_group` is one process alone. For use from one thread at a time."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None
     purpose: str = "checkpoints"
     """What its exchanges are for, in words; the error of one that fails or takes too long says so."""
     patience: float = PATIENCE
     """Seconds that an exchange may take."""
 
     @classmethod
-    def of(cls, world: World, purpose: str = "checkpoints") -> Circle:
+    def join(cls, world: World, purpose: str = "checkpoints") -> RankGroup:
         """A group of its own for all ranks of a world; a collective."""
         if world.size == 1:
             return cls(0, 1, None, purpose)
@@ -50,32 +50,32 @@ class Circle:
         return cls(world.rank, world.size, group, purpose, timeout.total_seconds())
 
     def close(self) -> None:
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
+        if self.process_group is not None:
+            dist.destroy_process_group(self.process_group)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""
         with naming(self._all):
-            return World(self.rank, self.size).gather(data, self.group)
+            return World(self.rank, self.size).gather(data, self.process_group)
 
     @property
     def _all(self) -> str:
         return f"all ranks, for {self.purpose}"
 
-    def tell(self, value: object) -> list:
+    def all_gather(self, value: object) -> list:
         """A JSON value of every rank, on every rank."""
-        return [json.loads(each) for each in self.gather(json.dumps(value).encode())]
+        return [json.loads(each) for each in self.all_gather_bytes(json.dumps(value).encode())]
 
-    def least(self, values: Sequence[float]) -> Pending:
+    def all_reduce_min(self, values: Sequence[float]) -> Pending:
         """Start taking the least of each value over the ranks."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
         work = None
-        if self.group is not None:
+        if self.process_group is not None:
             with naming(self._all):
-                work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
+                work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.process_group, async_op=True)
         return Pending(numbers, work, self._all)
 
-    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
         """Send and receive contiguous tensors, in messages of at most `PIECE` bytes, all pairs side by side.
 
         Between two ranks the tensors must be listed in one order. Each message carries its checksum.
@@ -92,7 +92,7 @@ class Circle:
         # All receives at once: a rank that sends must never wait for one that is at another message.
         arriving = [(rank, view, torch.zeros(1, dtype=torch.int64)) for rank, view in _messages(receives)]
         works = [
-            (dist.irecv(view, rank, group=self.group), dist.irecv(mark, rank, group=self.group))
+            (dist.irecv(view, rank, group=self.process_group), dist.irecv(mark, rank, group=self.process_group))
             for rank, view, mark in arriving
         ]
         self._send(list(_messages(sends)))
@@ -109,7 +109,7 @@ class Circle:
         under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
         for rank, view in messages:
             mark = torch.tensor([crc32(view.numpy().data)])
-            pair = dist.isend(view, rank, group=self.group), dist.isend(mark, rank, group=self.group)
+            pair = dist.isend(view, rank, group=self.process_group), dist.isend(mark, rank, group=self.process_group)
             under_way.append((rank, pair))
             if len(under_way) >= window:
                 self._wait(*under_way.popleft())
