@@ -1,4 +1,4 @@
-"""Losing no work: saving a run's state and going on from it."""
+"""Checkpoints of a run: written while it trains, and resumed from after a failure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ __all__ = ["Plain", "Tiered", "attach"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Feature):
-    """Atomic saves of everything to one file by the first rank: at the end, on a signal, and every so often."""
+    """Checkpoints in one file each, written by the first rank while training waits; no file is ever half written."""
 
     every: int = 0
-    """Steps between saves; 0 saves at the end and on a signal only."""
+    """Steps between checkpoints. A larger value waits for the disk less often, and repeats more steps after a kill.
+    With 0 they are written at the end and on a signal only."""
     keep: int = 2
-    """How many of the newest saves to keep."""
+    """Number of the newest checkpoints to keep. More of them take more disk, and allow going back further."""
     folder: str = "checkpoints"
-    """Where to save; a relative path lies in the run folder."""
+    """Folder of the checkpoints; a relative path lies in the run folder."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -69,32 +70,42 @@ class Plain(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiered(Feature):
-    """Saves at three levels, each as often as the failures that it is for: this host's memory, other hosts', disk."""
+    """Checkpoints at three levels, each as often as the failures it guards against warrant: in this host's memory, in
+    the memory of other hosts, and on disk."""
 
     memory_every: int | str = "auto"
-    """Steps between copies to shared memory of this host, which survive the process; "auto" plans them."""
+    """Steps between checkpoints in this host's shared memory, which survive a killed process. A larger value copies
+    less, and repeats more steps after a kill. "auto" measures both and plans the interval; 0 turns the level off."""
     peers_every: int | str = "auto"
-    """Steps between copies in the memory of other hosts, which survive this one; 0 makes none."""
+    """Steps between copies in the memory of other hosts, which survive the loss of this host. A larger value sends
+    less, and repeats more steps after the loss. "auto" measures both and plans the interval; 0 turns the level off."""
     disk_every: int | str = "auto"
-    """Steps between saves to disk; 0 saves at the end and on a signal only."""
+    """Steps between checkpoints on disk, which survive the loss of all hosts. A larger value writes less, and repeats
+    more steps after the loss. "auto" measures both and plans the interval; 0 writes at the end and on a signal only."""
     peers: Literal["copy", "parity", "off"] = "copy"
-    """What other hosts keep of what one alone has: a copy, or parity over sets of hosts, which takes less memory."""
+    """Redundancy of the state that one host alone holds: a copy on a partner host, or parity over a set of hosts, which
+    takes less memory and longer to restore."""
     set_size: int = 4
-    """Hosts whose state is coded together; any one of them may be lost."""
+    """Number of hosts that share one parity; any one host of such a set may be lost. A larger set takes less memory
+    (the state of a host divided by the size minus 1), and more traffic to restore."""
     slots: int = 3
-    """Generations that this host's memory has room for."""
+    """Number of checkpoints that this host's memory has room for. With one more, a checkpoint need not wait until the
+    one before has its checksums or its copies; each takes the size of the host's state."""
     overlap: bool = True
-    """Copy weights and optimizer state beside the next step; false where anything but the optimizer changes them."""
+    """Copy weights and optimizer state during the next forward and backward pass. Set false if anything but the
+    optimizer changes them; training then waits for the copy."""
     keep: int = 2
-    """How many of the newest saves on disk to keep."""
+    """Number of the newest checkpoints on disk to keep. More of them take more disk, and allow going back further."""
     budget: float = 0.0
-    """GB of this host's memory that slots may take, a level that needs more being off; 0 finds out what is free."""
+    """Memory of this host that checkpoints may take, in GB. A level that needs more is turned off, and the run says so.
+    With 0 it is what is free at the peak of a step."""
     deadline: float = 0.0
-    """Seconds from a signal to the end of this machine: a save to disk that takes longer goes to peers; 0: no end."""
+    """Seconds from a signal to the end of this machine. If writing to disk takes longer, the last checkpoint goes to
+    the memory of other hosts instead. With 0 the machine is not taken away."""
     folder: str = "checkpoints"
-    """Where to save; a relative path lies in the run folder."""
+    """Folder of the checkpoints on disk; a relative path lies in the run folder."""
     memory: str = "/dev/shm"
-    """A file system in memory."""
+    """Folder of a file system in memory, for the checkpoints of this level."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -122,7 +133,7 @@ class Tiered(Feature):
 
         if self.slots < 3 and hosts > 1 and self.peers != "off" and self.peers_every:
             raise ConfigError(
-                f"`{self.name}.slots` must be at least 3 where other hosts keep copies, got {self.slots}",
+                f"`{self.name}.slots` must be at least 3 if other hosts keep copies, got {self.slots}",
                 hint="one is what the others have, one the newest, one is filled; set slots = 3, or peers_every = 0",
             )
 
@@ -159,12 +170,12 @@ def attach(
     own: Mapping[str, Stateful] | None = None,
     settings: Tiered | None = None,
 ) -> Attached:
-    """Save and restore in a program that knows nothing of shoestring: call `.restore()` once and `.step()` after each
-    optimizer step.
+    """Write and restore checkpoints in a program with a training loop of its own: call `.restore()` once, and `.step()`
+    after each optimizer step.
 
     Args:
-        state: what all ranks hold alike or in shards: the model, the optimizer, a schedule.
-        own: what each rank has for itself: a loader. Random states are saved without being named.
+        state: what all ranks hold alike or in shards, such as the model, the optimizer and a schedule.
+        own: what each rank has for itself, such as a data loader. Random states are saved without being named.
 
     Raises:
         ConfigError: a state has the name of one that is saved besides (progress, random, checkpoint) or of another one.

@@ -13,12 +13,12 @@ from tyro.conf import Positional, arg, subcommand
 
 @dataclass(frozen=True)
 class Ls:
-    """List the saves of a run, on disk and in this host's shared memory."""
+    """List the checkpoints of a run, on disk and in this host's shared memory."""
 
     run: Positional[Path]
-    """A run folder, the folder of its saves, or one of them."""
+    """Path of a run folder, of its folder of checkpoints, or of one checkpoint."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON in place of a table."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive
@@ -29,14 +29,14 @@ class Ls:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read all that was saved and say what is damaged; the exit code is 1 if anything is."""
+    """Read every checkpoint and say what is damaged; the exit code is 1 if anything is."""
 
     run: Positional[Path]
-    """A run folder, the folder of its saves, or one of them."""
+    """Path of a run folder, of its folder of checkpoints, or of one checkpoint."""
     step: Positional[int | None] = None
-    """Of this step only."""
+    """Step of the one checkpoint to verify; defaults to all."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON in place of a table."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive, verified
@@ -48,14 +48,14 @@ class Verify:
 
 @dataclass(frozen=True)
 class Show:
-    """Say what is in a save: states, and tensors with their types, shapes and pieces."""
+    """Show the content of a checkpoint: its states, and its tensors with types, shapes and shards."""
 
     run: Positional[Path]
-    """A run folder, the folder of its saves, or one of them."""
+    """Path of a run folder, of its folder of checkpoints, or of one checkpoint."""
     step: Positional[int | None] = None
-    """The newest on disk where nothing is said."""
+    """Step of the checkpoint; defaults to the newest one on disk."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON in place of a table."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive, shown
@@ -67,16 +67,17 @@ class Show:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a save for other programs."""
+    """Convert a checkpoint for other programs."""
 
     run: Positional[Path]
-    """A run folder, the folder of its saves, or one of them."""
+    """Path of a run folder, of its folder of checkpoints, or of one checkpoint."""
     to: Path
-    """A new folder."""
+    """Path of a new folder for the result."""
     step: Positional[int | None] = None
-    """The newest on disk where nothing is said."""
+    """Step of the checkpoint; defaults to the newest one on disk."""
     way: Annotated[Literal["safetensors", "dcp", "hf"], arg(name="as")] = "safetensors"
-    """The weights under their own names; everything for torch.distributed.checkpoint; or a Hugging Face model."""
+    """Format to write: weights under their own names (safetensors), all states for torch.distributed.checkpoint (dcp),
+    or a Hugging Face model (hf)."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive
@@ -90,20 +91,20 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a save of what another program wrote, from which a run goes on with any number of ranks."""
+    """Convert what another program wrote to a checkpoint, from which a run resumes on any number of ranks."""
 
     folder: Positional[Path]
-    """What torch.distributed.checkpoint, safetensors or Hugging Face wrote."""
+    """Folder or file that torch.distributed.checkpoint, safetensors or Hugging Face wrote."""
     to: Path
-    """A run folder without saves; it may be new."""
+    """Path of a run folder without checkpoints; it may be new."""
     way: Annotated[Literal["safetensors", "dcp"], arg(name="as")] = "safetensors"
-    """What `folder` is."""
+    """Format of `folder`; a Hugging Face model counts as safetensors."""
     step: int | None = None
-    """Steps that count as done; where nothing is said, what `folder` says, or none."""
+    """Number of steps that count as done; defaults to the number in `folder`, or to 0."""
     model: str = "model"
-    """dcp: what the model is called there; empty if nothing else is in it."""
+    """Name of the model's state in a dcp checkpoint; empty if it holds the state of a model and nothing else."""
     optimizer: str = "optimizer"
-    """dcp: what the optimizer is called there."""
+    """Name of the optimizer's state in a dcp checkpoint."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive
@@ -115,16 +116,16 @@ class Import:
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete older saves, once those that are kept have proved good."""
+    """Delete older checkpoints, once those that are kept have been verified."""
 
     run: Positional[Path]
-    """A run folder, or the folder of its saves."""
+    """Path of a run folder, or of its folder of checkpoints."""
     keep: int
-    """How many of the newest saves on disk to keep."""
+    """Number of the newest checkpoints on disk to keep."""
     memory: bool = False
-    """Also what a run that has died has left in this host's shared memory."""
+    """Delete what a run that has died left in this host's shared memory as well."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON in place of a table."""
 
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive, prune
@@ -136,7 +137,7 @@ class Prune:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """List, verify, show, export, import and delete the saves of a run."""
+    """List, verify, show, export, import and delete the checkpoints of a run."""
 
     action: (
         Annotated[Ls, subcommand("ls", prefix_name=False)]
@@ -146,6 +147,7 @@ class Checkpoint:
         | Annotated[Import, subcommand("import", prefix_name=False)]
         | Annotated[Prune, subcommand("prune", prefix_name=False)]
     )
+    """Action on the checkpoints of the run."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         return self.action()
@@ -174,7 +176,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def size(nbytes: int) -> str:
-    """As people write it."""
+    """A number of bytes with its unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
@@ -186,7 +188,7 @@ def _print(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 
 def _described(found: Mapping[str, Any]) -> Iterator[str]:
-    """What `show` says of a save."""
+    """The lines that `show` prints."""
     yield from (f"{name}: {size(value) if name == 'bytes' else value}" for name, value in found["save"].items())
     yield ""
     yield from table([{**state, "values": _values(state["values"])} for state in found["states"]])
@@ -205,7 +207,7 @@ def _values(values: Mapping[str, Any]) -> str:
 
 
 def _pieces(pieces: Sequence[Any]) -> str:
-    """How many, and along which dimensions they are cut."""
+    """Their number, and along which dimensions the tensor is cut."""
     if len(pieces) == 1:
         return "whole"
     cut = [str(dim) for dim, firsts in enumerate(zip(*(offset for offset, _ in pieces), strict=True)) if any(firsts)]
