@@ -130,8 +130,8 @@ def test_ls_finds_what_a_dead_run_has_in_memory(dead, capsys):
 
 
 def test_a_save_in_memory_can_be_exported_by_its_step(dead, capsys, tmp_path):
-    assert told(capsys, "show", dead, 2)["save"]["level"] == "memory"
-    assert told(capsys, "show", dead)["save"]["level"] == "disk"
+    assert told(capsys, "show", dead, 2)["checkpoint"]["level"] == "memory"
+    assert told(capsys, "show", dead)["checkpoint"]["level"] == "disk"
     assert main(["checkpoint", "export", str(dead), "2", "--to", str(tmp_path / "out")]) == 0
     weights = load_file(tmp_path / "out/model.safetensors")
     assert "embedding.weight" in weights and "head.weight" not in weights  # they are one, which is written once
@@ -152,7 +152,7 @@ def test_verify_finds_a_flipped_bit_and_exits_with_1(run, capsys, at):
 
 def test_show_says_what_is_in_a_save(run, capsys):
     found = told(capsys, "show", run, 2)
-    assert (found["save"]["step"], found["save"]["ranks"]) == (2, 1)
+    assert (found["checkpoint"]["step"], found["checkpoint"]["ranks"]) == (2, 1)
     tensors = {each["name"]: each for each in found["tensors"]}
     assert tensors["model/norm.weight"] | {"pieces": 0} == {
         "name": "model/norm.weight", "dtype": "float32", "shape": [16], "pieces": 0, "bytes": 64,
@@ -167,8 +167,8 @@ def test_show_says_what_is_in_a_save(run, capsys):
 
 def test_errors_name_what_is_near(run, capsys, tmp_path):
     said = refused(capsys, "show", run, 5)
-    assert "no save of step 5" in said and "the nearest is 4; there are 2, 4" in said
-    assert f"there are saves in `{run}`" in refused(capsys, "ls", tmp_path / "rum")
+    assert "no checkpoint of step 5" in said and "the nearest is 4; there are 2, 4" in said
+    assert f"there are checkpoints in `{run}`" in refused(capsys, "ls", tmp_path / "rum")
     assert "is not empty" in refused(capsys, "export", run, "--to", run)
     assert "unknown argument `--bogus`" in refused(capsys, "ls", run, "--bogus")
 
@@ -234,7 +234,7 @@ def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
 
 def test_prune_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
     flip(of(run, 4) / "private-0.safetensors")
-    assert "nothing is deleted: the save of step 4 is damaged" in refused(capsys, "prune", run, "--keep", 1)
+    assert "nothing is deleted: the checkpoint of step 4 is damaged" in refused(capsys, "prune", run, "--keep", 1)
     assert "must be at least 1" in refused(capsys, "prune", run, "--keep", 0)
     assert len(told(capsys, "ls", run)) == 2
 

@@ -83,7 +83,7 @@ def test_what_ends_the_process_each_time_is_given_up_and_the_next_is_taken(tmp_p
         assert [list(mark.values()) for mark in marks(root)] == [[attempt]]
     code, step, said = restarted(root, deadly=6)
     assert (code, step) == (0, "4")
-    assert f"skipping the save of step 6: the last {MOST} attempts to load it ended the process" in said
+    assert f"skipping the checkpoint of step 6: the last {MOST} attempts to load it ended the process" in said
     assert restarted(root, deadly=6)[:2] == (0, "4")  # not tried again before something newer is there
     saved_since, state, progress = build_checkpointer(root, 0, 1, Files())
     assert resume(saved_since, "auto") == 4
@@ -204,7 +204,7 @@ def with_marks(folder, shared):
     with listening() as said:
         found = again.restored()
     again.checkpointer.close()
-    return found, [line for line in said if line.startswith("skipping the save of step")]
+    return found, [line for line in said if line.startswith("skipping the checkpoint of step")]
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_what_one_host_knows_counts_on_all(tmp_path, shared):
     with Pool(3, timeout=60) as pool:
         every = pool.call(with_marks, folder=str(tmp_path), shared=shared)
     assert [found for found, _ in every] == [[STEPS - 1, ""]] * 3
-    assert all(len(said) == 1 and said[0].startswith(f"skipping the save of step {STEPS}:") for _, said in every)
+    assert all(len(said) == 1 and said[0].startswith(f"skipping the checkpoint of step {STEPS}:") for _, said in every)
 
 
 def killed(root):

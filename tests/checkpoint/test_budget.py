@@ -21,7 +21,7 @@ from shoestring.testing.checkpointing.surroundings import listening, tmpfs
 from shoestring.testing.pool import Pool
 
 SMALL = 1e-5  # GB: one slot of these tests, not three
-OFF = "no saves to memory: no room for 3 slots of 0 MB in this host's memory, of which a rank has 0 MB"
+OFF = "no checkpoints to memory: no room for 3 slots of 0 MB in this host's memory, of which a rank has 0 MB"
 
 
 def limited(root, **settings):
@@ -68,7 +68,7 @@ def test_what_others_cannot_do_without_is_given_back_to_them(tmp_path):
     assert len(slots(checkpointer)) == 1 and checkpointer.world.memory.take("offload", 10**9)
     with listening() as said:
         trained(checkpointer, *rest, range(BETWEEN + 1, 3 * BETWEEN + 1))
-    assert [line.startswith("no saves to memory") and "offload 1000 MB" in line for line in said] == [True]
+    assert [line.startswith("no checkpoints to memory") and "offload 1000 MB" in line for line in said] == [True]
     assert slots(checkpointer) == [] and checkpointer.safe["disk"] == 3 * BETWEEN
     checkpointer.close()
 
@@ -142,13 +142,18 @@ def test_of_several_hosts_one_has_too_little(tmp_path):
 
         short = (own + held / 2) / 1e9  # enough for its own slots
         every = pool.call(on_hosts, folder=str(tmp_path / "2"), budget=[1.0, short, 1.0])
-        assert every[0]["said"][0].startswith("no saves to peers: no room for 2 slots") and len(every[0]["said"]) == 1
+        assert (
+            every[0]["said"][0].startswith("no checkpoints to peers: no room for 2 slots")
+            and len(every[0]["said"]) == 1
+        )
         assert all(each["safe"] == {"memory": 8, "peers": 0, "disk": 8} for each in every)
         assert not [name for name in every[1]["slots"] if name.startswith("held")] and every[0]["step"] == [9, ""]
 
         short = own / 2 / 1e9
         every = pool.call(on_hosts, folder=str(tmp_path / "3"), budget=[1.0, short, 1.0])
-        assert every[1]["slots"] == [] and every[1]["said"][0].startswith("no saves to memory: no room for 3 slots")
+        assert every[1]["slots"] == [] and every[1]["said"][0].startswith(
+            "no checkpoints to memory: no room for 3 slots"
+        )
         assert all(each["safe"] == {"memory": 0, "peers": 0, "disk": 8} for each in every)
         assert [each["step"] for each in every] == [[8, ""]] * 3
         assert [each["steps"] for each in every] == [{"memory": 0, "peers": 0, "disk": 4}] * 3
@@ -242,7 +247,7 @@ def said(group, folder, budget, activations=0):
 def test_a_run_in_a_small_container_is_not_killed_for_its_slots(group, tmp_path):
     done = said(group, tmp_path / "disk", 0)
     assert (done.returncode, done.stdout.split()) == (0, ["8", "0"]), done.stderr
-    assert "no saves to memory: no room for 3 slots of 67 MB" in done.stderr
+    assert "no checkpoints to memory: no room for 3 slots of 67 MB" in done.stderr
 
 
 @pytest.mark.slow

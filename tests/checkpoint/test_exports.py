@@ -123,7 +123,7 @@ def test_weights_alone_are_a_start_at_step_0(runs, tmp_path):
     assert begun["began"] == begun["step"] == 0
     weights = {name: value for name, value in story["last"].items() if name.startswith("model.")}
     assert weights.items() <= begun["first"].items()
-    with pytest.raises(CheckpointError, match="has a save of step 0 already"):
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 0 already"):
         imported(tmp_path / "out", tmp_path / "one", "safetensors")
 
 

@@ -67,7 +67,7 @@ def test_full_shared_memory(small, tmp_path):
     checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     with listening() as said:
         trained(checkpointer, state, progress, range(1, 4 * BETWEEN + 1))
-    assert any("no saves to memory: no room" in line and str(tmp_path / "disk-memory-0") in line for line in said)
+    assert any("no checkpoints to memory: no room" in line and str(tmp_path / "disk-memory-0") in line for line in said)
     assert checkpointer.safe["disk"] == 4 * BETWEEN
     checkpointer.close()
     again, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())

@@ -65,9 +65,9 @@ def test_restores_the_newest(tmp_path):
 def test_an_empty_folder_is_a_new_start_for_auto_and_an_error_by_name(tmp_path):
     job = made(tmp_path / "nothing")
     assert job.restore("auto") is None
-    with pytest.raises(CheckpointError, match="holds no save"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         job.restore(str(tmp_path))
-    with pytest.raises(CheckpointError, match="holds no save"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         job.restore(str(tmp_path / "missing"))
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_save_and_nothing_else(smal
     before = names(small_disk)
     with pytest.raises(CheckpointError, match=f"cannot save `.*{name(2)}` .*: No space left on device") as caught:
         train(job)
-    assert "earlier saves are intact" in caught.value.hint
+    assert "earlier checkpoints are intact" in caught.value.hint
     assert names(small_disk) == before == ["filler", name(1)]
     (small_disk / "filler").unlink()
     again = made(small_disk, width=16)

@@ -191,7 +191,7 @@ def test_a_link_in_the_place_of_a_slot_is_not_written_to(place, tmp_path, caplog
     with caplog.at_level(logging.WARNING):
         saved(tmp_path / "saves", place, 3.0)
     assert secret.read_text() == "four years of work"
-    assert any("no saves to memory" in each.getMessage() for each in caplog.records)
+    assert any("no checkpoints to memory" in each.getMessage() for each in caplog.records)
 
 
 def test_slots_that_another_user_remakes_under_a_running_process_are_not_used(place, tmp_path, caplog):

@@ -38,7 +38,7 @@ def test_saves_to_peers_go_on_after_one_that_was_miscopied(pool, tmp_path, parit
     """All ranks drop it, so that none is left in an exchange, and nothing of it is sealed."""
     every = pool.call(ranks_apart.miscopied, folder=str(tmp_path), parity=parity)
     assert [each[:2] for each in every] == [[0, 4]] * 2
-    assert every[0][2] == [f"no saves to peers: {why}; earlier ones are intact, and training goes on"]
+    assert every[0][2] == [f"no checkpoints to peers: {why}; earlier ones are intact, and training continues"]
 
 
 def test_an_exchange_that_a_rank_does_not_come_to_says_what_it_was_for(pool):

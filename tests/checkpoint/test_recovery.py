@@ -26,7 +26,7 @@ TOO_LONG = "x" * 300  # for a name: the system refuses to look for it
 
 
 def unreadable(folder, memory):
-    """A scenario: what is restored where the second host cannot look for saves on its disk."""
+    """A scenario: what is restored where the second host cannot look for checkpoints on its disk."""
     setting = Setting(folder=folder, ranks=3, shared=False)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
@@ -53,14 +53,14 @@ def test_a_rank_that_cannot_look_for_saves_keeps_no_other_waiting(tmp_path):
     with Pool(3, timeout=60) as pool:
         every = pool.call(unreadable, folder=str(tmp_path / "1"), memory=True)
         assert [found for found, _ in every] == [STEPS] * 3
-        assert [len(said) for _, said in every] == [0, 1, 0] and "cannot look for saves in" in every[1][1][0]
+        assert [len(said) for _, said in every] == [0, 1, 0] and "cannot look for checkpoints in" in every[1][1][0]
         every = pool.call(unreadable, folder=str(tmp_path / "2"), memory=False)
     assert len({found for found, _ in every}) == 1  # nor does it begin anew beside saves that are there
-    assert every[0][0].startswith("nothing to go on from: cannot look for saves in") and TOO_LONG in every[0][0]
+    assert every[0][0].startswith("nothing to resume from: cannot look for checkpoints in") and TOO_LONG in every[0][0]
 
 
 def test_one_file_saves_that_cannot_be_looked_for(tmp_path, caplog):
-    assert saves(tmp_path / TOO_LONG) == [] and "cannot look for saves in" in caplog.text
+    assert saves(tmp_path / TOO_LONG) == [] and "cannot look for checkpoints in" in caplog.text
 
 
 # -- parts that contradict each other ---------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
     with listening() as said:
         trained(checkpointer, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
     assert checkpointer.safe["disk"] == BETWEEN and len(said) == 2  # each save has a folder of its own
-    assert all("no saves to disk: it holds other bytes than were written" in line and kind in line for line in said)
+    assert all(
+        "no checkpoints to disk: it holds other bytes than were written" in line and kind in line for line in said
+    )
     saves = files.root / "run" / "saves"
     ((path, record),) = manifests(saves)
     assert record.checkpoint.step == BETWEEN and checked(path, record)["parts"] == 1

@@ -259,7 +259,7 @@ def test_names_that_no_file_can_have_are_one_line(trained, tmp_path, monkeypatch
 
 def test_prune_of_nothing_is_an_error(tmp_path, capsys):
     assert main(["checkpoint", "prune", str(tmp_path / "nosuch"), "--keep", "1"]) == 2
-    assert "holds no save" in capsys.readouterr().err
+    assert "holds no checkpoint" in capsys.readouterr().err
 
 
 def test_the_largest_seed_trains(trained, tmp_path):

@@ -130,7 +130,7 @@ CASES = {
     "context": (["--model.context", "8"], "exceed the model's context of 8", ""),
     "unwritable folder": (["--run.folder", "file/run"], "cannot write the run folder `file/run`", "--run.folder"),
     "nothing to resume": (["--run.resume", "true"], "`out` holds no run to resume", "--run.resume auto"),
-    "resume from nowhere": (["--run.resume", "missing"], "`missing` holds no save", ""),
+    "resume from nowhere": (["--run.resume", "missing"], "`missing` holds no checkpoint", ""),
 }
 
 

@@ -56,7 +56,7 @@ def install(job: Job, settings: Tiered) -> None:
 
 
 def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
-    """Resume; a run that is going on and has nothing left to do is on disk after that.
+    """Resume; a run that has nothing left to do is on disk after that.
 
     Args:
         total: steps to do, if the run file says so.
@@ -144,7 +144,7 @@ class Attached:
                 self._hooks.append(owner.register_step_pre_hook(lambda *_: self.checkpointer.wait()).remove)
 
     def restore(self, where: str = "auto") -> int:
-        """Go on from the newest state there is; the steps done, 0 where there is none."""
+        """Resume from the newest state there is; the steps done, 0 where there is none."""
         return resume(self.checkpointer, where) or 0
 
     def step(self, *, last: bool = False) -> None:

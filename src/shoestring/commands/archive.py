@@ -1,4 +1,4 @@
-"""`shoestring checkpoint`: the saves of a run, wherever they are; listed, verified, shown and deleted."""
+"""`shoestring checkpoint`: the checkpoints of a run, wherever they are; listed, verified, shown and deleted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Places = tuple[tuple[Path, Record], ...]
 
 @dataclass(frozen=True)
 class Archive:
-    """Where the saves of a run are."""
+    """Where the checkpoints of a run are."""
 
     folder: Path
     """On disk."""
@@ -40,11 +40,11 @@ class Archive:
     """The run folder, where it has a run file."""
 
     only: Path | None = None
-    """The one save that was named."""
+    """The one checkpoint that was named."""
 
     @classmethod
     def of(cls, path: Path) -> Archive:
-        """By a run folder, the folder of its saves, or one save. It need not be there any more.
+        """By a run folder, the folder of its checkpoints, or one checkpoint. It need not be there any more.
 
         Raises:
             ConfigError: its run file is damaged.
@@ -61,12 +61,16 @@ class Archive:
         folder = path if there and not (path / settings.folder).is_dir() else path / settings.folder
         return cls(folder, slots(settings, folder), None, only)
 
-    def found(self) -> list[Save]:
+    def found(self) -> list[FoundCheckpoint]:
         """What is there, newest first; nothing, perhaps."""
-        there = [save for save in (*self._on_disk(), *self._in_memory()) if self.only in (None, save.path)]
-        return sorted(there, key=lambda save: (save.step, save.start, save.level == DISK), reverse=True)
+        there = [
+            checkpoint for checkpoint in (*self._on_disk(), *self._in_memory()) if self.only in (None, checkpoint.path)
+        ]
+        return sorted(
+            there, key=lambda checkpoint: (checkpoint.step, checkpoint.start, checkpoint.level == DISK), reverse=True
+        )
 
-    def some(self) -> list[Save]:
+    def some(self) -> list[FoundCheckpoint]:
         """What is there, newest first.
 
         Raises:
@@ -74,19 +78,21 @@ class Archive:
         """
         if found := self.found():
             return found
-        raise CheckpointError(f"`{self.folder}` holds no save", hint=self._beside())
+        raise CheckpointError(f"`{self.folder}` holds no checkpoint", hint=self._beside())
 
-    def _on_disk(self) -> Iterator[Save]:
+    def _on_disk(self) -> Iterator[FoundCheckpoint]:
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
             if path.is_file() and path.suffix == ".safetensors":
-                yield Save(_number(path.name), 0, DISK, 1, path.stat().st_size, "complete", _time(path), path)
+                yield FoundCheckpoint(
+                    _number(path.name), 0, DISK, 1, path.stat().st_size, "complete", _time(path), path
+                )
             elif (path / MANIFEST).exists() and not path.name.startswith("."):
                 yield _committed(path)
             elif path.is_dir():
                 size = sum(each.stat().st_size for each in path.iterdir())
-                yield Save(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
+                yield FoundCheckpoint(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
 
-    def _in_memory(self) -> Iterator[Save]:
+    def _in_memory(self) -> Iterator[FoundCheckpoint]:
         sealed: dict[Any, list[tuple[Path, Record]]] = {}
         for folder in sorted(self.memory.glob("host-*")):
             for path, record in seals(folder):
@@ -96,34 +102,36 @@ class Archive:
             size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
             newest, state = max(_time(path) for path, _ in of), _state(places)
             step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
-            yield Save(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
+            yield FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
-    def pick(self, step: int | None) -> Save:
-        """The save of a step, else the newest; on disk rather than in memory, which may be written at any time.
+    def pick(self, step: int | None) -> FoundCheckpoint:
+        """The checkpoint of a step, else the newest; on disk rather than in memory, which may be written at any time.
 
         Raises:
             CheckpointError: there is none that can be read.
         """
-        there = [save for save in self.found() if not save.state.startswith(("not", "damaged"))]
-        there.sort(key=lambda save: save.level == DISK, reverse=True)
-        chosen = next((save for save in there if step in (None, save.step)), None)
+        there = [checkpoint for checkpoint in self.found() if not checkpoint.state.startswith(("not", "damaged"))]
+        there.sort(key=lambda checkpoint: checkpoint.level == DISK, reverse=True)
+        chosen = next((checkpoint for checkpoint in there if step in (None, checkpoint.step)), None)
         if chosen is not None:
             return chosen
-        known = sorted({save.step for save in there})
+        known = sorted({checkpoint.step for checkpoint in there})
         if step is None or not known:
-            raise CheckpointError(f"`{self.folder}` holds no save", hint=self._beside())
+            raise CheckpointError(f"`{self.folder}` holds no checkpoint", hint=self._beside())
         near = min(known, key=lambda each: abs(each - step))
         listed = ", ".join(map(str, known))
-        raise CheckpointError(f"there is no save of step {step}", hint=f"the nearest is {near}; there are {listed}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}", hint=f"the nearest is {near}; there are {listed}"
+        )
 
     def _beside(self) -> str:
         around = {path.parent.parent for path in self.folder.parent.parent.glob("*/checkpoints/step-*")}
         listed = ", ".join(f"`{path}`" for path in sorted(around))
-        return f"there are saves in {listed}" if listed else "name a run folder, or the folder of its saves"
+        return f"there are checkpoints in {listed}" if listed else "name a run folder, or the folder of its checkpoints"
 
 
 @dataclass(frozen=True)
-class Save:
+class FoundCheckpoint:
     """One checkpoint at one level, or what is left of it."""
 
     step: int
@@ -153,15 +161,15 @@ class Save:
         return exports.opened(self.places) if self.places else exports.one_file(self.path)
 
 
-def _committed(path: Path) -> Save:
+def _committed(path: Path) -> FoundCheckpoint:
     try:
         record = Record.read(path / MANIFEST)
     except CheckpointError as error:
-        return Save(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.described()[1]}", _time(path), path)
+        return FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.described()[1]}", _time(path), path)
     places = ((path, record),)
     checkpoint, size = record.checkpoint, sum(entry.nbytes for entry in record.parts.values())
     state, when = _state(places), _time(path / MANIFEST)
-    return Save(checkpoint.step, checkpoint.start, DISK, checkpoint.ranks, size, state, when, path, places)
+    return FoundCheckpoint(checkpoint.step, checkpoint.start, DISK, checkpoint.ranks, size, state, when, path, places)
 
 
 def _state(places: Places) -> str:
@@ -190,7 +198,7 @@ def _time(path: Path) -> float:
 
 
 def slots(settings: Tiered, folder: Path) -> Path:
-    """Where the slots of a run lie in this host's memory, by the folder of its saves."""
+    """Where the slots of a run lie in this host's memory, by the folder of its checkpoints."""
     return slots_folder(replace(settings, folder=str(folder)), World(), make=False).parent
 
 
@@ -208,31 +216,39 @@ def _settings(home: Path) -> Tiered:
 
 
 def verified(archive: Archive, step: int | None) -> list[dict[str, Any]]:
-    """The saves, or those of one step, each with its `damage`; what was never committed is not looked at.
+    """The checkpoints, or those of one step, each with its `damage`; what was never committed is not looked at.
 
     Raises:
         CheckpointError: there are none.
     """
     there = archive.some()
-    if step is not None and all(save.step != step for save in there):
+    if step is not None and all(checkpoint.step != step for checkpoint in there):
         archive.pick(step)  # says what there is
-    chosen = [save for save in there if step in (None, save.step) and save.state != "not committed"]
-    return [{**save.row(), "damage": verify(save)} for save in chosen]
+    chosen = [
+        checkpoint for checkpoint in there if step in (None, checkpoint.step) and checkpoint.state != "not committed"
+    ]
+    return [{**checkpoint.row(), "damage": verify(checkpoint)} for checkpoint in chosen]
 
 
-def verify(save: Save) -> list[str]:
+def verify(checkpoint: FoundCheckpoint) -> list[str]:
     """Read everything; what is wrong with it, a line each."""
-    if not save.places:
-        return [save.state] if save.state.startswith("damaged") else _said(save.content) if save.path.is_file() else []
+    if not checkpoint.places:
+        return (
+            [checkpoint.state]
+            if checkpoint.state.startswith("damaged")
+            else _said(checkpoint.content)
+            if checkpoint.path.is_file()
+            else []
+        )
     wrong = []
-    for folder, record in save.places:
+    for folder, record in checkpoint.places:
         for name in record.parts:
             wrong += _said(lambda folder=folder, record=record, name=name: _verify_part(folder, record, name))
     if wrong:
         return wrong
-    content = save.content()
+    content = checkpoint.content()
     lacking = [name for name, stored in content.tensors.items() if not stored.complete]
-    return [f"`{name}` is incomplete" for name in lacking] if save.state == "complete" else []
+    return [f"`{name}` is incomplete" for name in lacking] if checkpoint.state == "complete" else []
 
 
 def _said(work: Any) -> list[str]:
@@ -250,9 +266,9 @@ def _verify_part(folder: Path, record: Record, name: str) -> None:
         _ = part.about, part.pieces
 
 
-def shown(save: Save) -> dict[str, Any]:
-    """What is in a save: the states with their bytes, the tensors, and what else there is."""
-    content = save.content()
+def shown(checkpoint: FoundCheckpoint) -> dict[str, Any]:
+    """What is in a checkpoint: the states with their bytes, the tensors, and what else there is."""
+    content = checkpoint.content()
     owned = {name: f"{len(content.own)} ranks' own" for states in content.own.values() for name in states}
     states = []
     for name, across in [*dict.fromkeys(content.shared, "of all ranks").items(), *owned.items()]:
@@ -270,7 +286,7 @@ def shown(save: Save) -> dict[str, Any]:
         }
         for stored in sorted(content.tensors.values(), key=lambda stored: stored.name)
     ]
-    return {"save": save.row(), "states": states, "tensors": tensors}
+    return {"checkpoint": checkpoint.row(), "states": states, "tensors": tensors}
 
 
 def _of(name: str) -> str:
@@ -294,7 +310,7 @@ def _values(state: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
-    """Delete all but the newest saves on disk, once those have proved good; and what a dead run has in memory.
+    """Delete all but the newest checkpoints on disk, once those have proved good; and what a dead run has in memory.
 
     Raises:
         ConfigError: nothing would be kept.
@@ -307,16 +323,21 @@ def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
         listed = ", ".join(map(str, going))
         raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
     every = archive.found() if memory and archive.memory.exists() else archive.some()
-    there = [save for save in every if save.level == DISK and not save.path.is_symlink()]
-    good = [save for save in there if not save.state.startswith(("not", "damaged"))]
-    for save in good[:keep]:
-        if wrong := verify(save):
+    there = [checkpoint for checkpoint in every if checkpoint.level == DISK and not checkpoint.path.is_symlink()]
+    good = [checkpoint for checkpoint in there if not checkpoint.state.startswith(("not", "damaged"))]
+    for checkpoint in good[:keep]:
+        if wrong := verify(checkpoint):
             raise CheckpointError(
-                f"nothing is deleted: the save of step {save.step} is damaged: {wrong[0]}", hint="delete that one first"
+                f"nothing is deleted: the checkpoint of step {checkpoint.step} is damaged: {wrong[0]}",
+                hint="delete that one first",
             )
     # Other programs' folders may begin with `step-`, too, and another host may be writing here.
-    left = [save for save in there if ASIDE.fullmatch(save.path.name) and not going and not _locked(archive.folder)]
-    gone = [save.path for save in (*good[keep:], *left)]
+    left = [
+        checkpoint
+        for checkpoint in there
+        if ASIDE.fullmatch(checkpoint.path.name) and not going and not _locked(archive.folder)
+    ]
+    gone = [checkpoint.path for checkpoint in (*good[keep:], *left)]
     _delete(archive.folder, gone)
     if memory and archive.memory.exists():
         forget_all(archive.memory)

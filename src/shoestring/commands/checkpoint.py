@@ -23,7 +23,7 @@ class Ls:
     def __call__(self) -> int:
         from shoestring.commands.archive import Archive
 
-        _print([save.row() for save in Archive.of(self.run).some()], self.json)
+        _print([checkpoint.row() for checkpoint in Archive.of(self.run).some()], self.json)
         return 0
 
 
@@ -189,7 +189,7 @@ def _print(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 def _described(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines that `show` prints."""
-    yield from (f"{name}: {size(value) if name == 'bytes' else value}" for name, value in found["save"].items())
+    yield from (f"{name}: {size(value) if name == 'bytes' else value}" for name, value in found["checkpoint"].items())
     yield ""
     yield from table([{**state, "values": _values(state["values"])} for state in found["states"]])
     yield ""

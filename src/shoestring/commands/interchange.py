@@ -1,4 +1,5 @@
-"""`shoestring checkpoint export` and `import`: saves in the forms of other programs, and checkpoints made of those."""
+"""`shoestring checkpoint export` and `import`: checkpoints in the forms of other programs, and checkpoints made of
+those."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from shoestring._torch import tree_map_only
 from shoestring.checkpoint.interop import dcp, exports
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.commands.archive import Archive, Save
+from shoestring.commands.archive import Archive, FoundCheckpoint
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.feature import Feature, exported
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,15 +30,15 @@ from shoestring.storage.whole import write_atomic
 Way = Literal["safetensors", "dcp", "hf"]
 
 
-def export(archive: Archive, save: Save, to: Path, way: Way) -> list[Path]:
-    """Write a save for other programs; the files.
+def export(archive: Archive, checkpoint: FoundCheckpoint, to: Path, way: Way) -> list[Path]:
+    """Write a checkpoint for other programs; the files.
 
     Raises:
         CheckpointError: it is damaged or incomplete, or there is something at `to`.
     """
     if to.exists() and any(to.iterdir() if to.is_dir() else [to]):
         raise CheckpointError(f"`{to}` is not empty", hint="name a new folder")
-    content = save.content()
+    content = checkpoint.content()
     try:
         if way == "dcp":
             own = [name for name in ("model", "optimizer") if name in content.own.get(0, {})]
@@ -168,11 +169,12 @@ def take_in(archive: Archive, source: Path, way: Way, step: int | None, model: s
     """Make a checkpoint of what another program wrote; its folder.
 
     Raises:
-        CheckpointError: `source` is damaged or lacks a model, or the run has saves already.
+        CheckpointError: `source` is damaged or lacks a model, or the run has checkpoints already.
     """
     if newest := archive.found()[:1]:
         raise CheckpointError(
-            f"the run has a save of step {newest[0].step} already: `{newest[0].path}`", hint="name a new folder by --to"
+            f"the run has a checkpoint of step {newest[0].step} already: `{newest[0].path}`",
+            hint="name a new folder by --to",
         )
     if way == "dcp":
         states = dcp.renamed(dcp.read(source), model, optimizer)

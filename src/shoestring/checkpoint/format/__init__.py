@@ -1,1 +1,1 @@
-"""The form of a save: parts, trees, checksums, manifests, and the history of a run."""
+"""The form of a checkpoint: parts, trees, checksums, manifests, and the history of a run."""

@@ -31,7 +31,7 @@ class Epoch:
     start: int
     uid: str
     last: int | None = None
-    """The last step that a later start continued; None for the newest epoch, which is going on."""
+    """The last step that a later start continued; None for the newest epoch, which has not ended."""
 
     def holds(self, checkpoint: CheckpointId) -> bool:
         same = (self.start, self.uid) == (checkpoint.start, checkpoint.uid)

@@ -14,7 +14,8 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
 
 FORMAT = 3
-"""Of everything that `Tiered` writes. Version 0.1 reads 3, 2 (without the run), and 1 (one file a save, by `Plain`)."""
+"""Of everything that `Tiered` writes. Version 0.1 reads 3, 2 (without the run), and 1 (one file a checkpoint, by
+`Plain`)."""
 READS = (2, FORMAT)
 LIMIT = 100_000_000  # bytes of the longest record: the checksums of some 30 TB
 _MOST_RANKS = 1 << 20
@@ -95,7 +96,7 @@ class Record:
             parts = {name: _entry(each) for name, each in body["parts"].items()}
             return cls(_checkpoint(body["generation"]), parts, _notes(body["notes"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"`{source}` is no record of a save, or damaged: {error}") from error
+            raise CheckpointError(f"`{source}` is no record of a checkpoint, or damaged: {error}") from error
 
     @classmethod
     def read(cls, path: Path, *, private: bool = False) -> Record:

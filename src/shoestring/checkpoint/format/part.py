@@ -185,7 +185,7 @@ class Part:
                 raise ValueError("its header is no object")
             return found, 8 + length
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"`{self.name}` is no part of a save, or damaged: {error}") from error
+            raise CheckpointError(f"`{self.name}` is no part of a checkpoint, or damaged: {error}") from error
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -196,9 +196,9 @@ class Part:
         try:
             found = json.loads(self._header[0]["__metadata__"][key], object_pairs_hook=_no_twins)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"`{self.name}` is no part of a save: it lacks {key}") from error
+            raise CheckpointError(f"`{self.name}` is no part of a checkpoint: it lacks {key}") from error
         if not isinstance(found, dict):
-            raise CheckpointError(f"`{self.name}` is no part of a save: its {key} is no object")
+            raise CheckpointError(f"`{self.name}` is no part of a checkpoint: its {key} is no object")
         return found
 
     @cached_property
@@ -212,7 +212,7 @@ class Part:
         try:
             found = [_piece(entry, boxes[name], start) for name, entry in header.items() if name != "__metadata__"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"`{self.name}` is no part of a save, or damaged: {error}") from error
+            raise CheckpointError(f"`{self.name}` is no part of a checkpoint, or damaged: {error}") from error
         found.sort(key=lambda piece: (piece.start, piece.stop))
         ends = [start, *(piece.stop for piece in found)]
         if any(piece.start != end for piece, end in zip(found, ends, strict=False)) or ends[-1] != len(self.data):

@@ -2,7 +2,7 @@
 
 A tensor's name is its path: the keys from the outside in, with slashes between them. No two paths have the same name:
 in a key that is text, `~` is written as `~0` and `/` as `~1` (as in JSON Pointer, RFC 6901); any other key is written
-as JSON, after `~=` where keys beside it are text. Saves of version 0.1 have other names where keys hold these
+as JSON, after `~=` where keys beside it are text. Checkpoints of version 0.1 have other names where keys hold these
 characters, or are text and numbers; they are read as well, for the tree holds every name that it refers to.
 """
 

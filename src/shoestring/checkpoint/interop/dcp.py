@@ -50,7 +50,7 @@ _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
 def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
-    """Write some states of a save to a folder that `torch.distributed.checkpoint.load` reads, under their names.
+    """Write some states of a checkpoint to a folder that `torch.distributed.checkpoint.load` reads, under their names.
 
     Raises:
         CheckpointError: a tensor is damaged or incomplete; the folder then has no .metadata.

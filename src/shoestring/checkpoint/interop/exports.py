@@ -37,7 +37,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a save: its type, and the pieces that it can be read from; the rest of it may be on other hosts."""
+    """A tensor of a checkpoint: its type, and the pieces that it can be read from; the rest of it may be on other
+    hosts."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +75,7 @@ class Stored:
         return [(box, partial(read, box)) for box, read in found] or [(self.whole, empty)]  # type: ignore[arg-type]
 
     def read(self) -> Tensor:
-        """All of it: a view of the save's file where it is one piece there, else a copy.
+        """All of it: a view of the checkpoint's file where it is one piece there, else a copy.
 
         Raises:
             CheckpointError: it is damaged or incomplete.
@@ -90,7 +91,7 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """The content of a save."""
+    """The content of a checkpoint."""
 
     step: int
     source: str
@@ -144,7 +145,7 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
     tensors = {name: Stored(name, dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
     checkpoint = places[0][1].checkpoint
     abouts = {r: parts[f"{PRIVATE}-{r}"].about for r in range(checkpoint.ranks) if f"{PRIVATE}-{r}" in parts}
-    source = f"the save of step {checkpoint.step}"
+    source = f"the checkpoint of step {checkpoint.step}"
     try:
         own = {rank: about["trees"]["own"] for rank, about in abouts.items()}
         homes = {rank: about["homes"] for rank, about in abouts.items()}
@@ -164,7 +165,7 @@ def part_of(folder: Path, record: Record, name: str) -> Part:
 
 
 def one_file(path: Path) -> Saved:
-    """A save in one file, as `Plain` writes them.
+    """A checkpoint in one file, as `Plain` writes them.
 
     Raises:
         CheckpointError: it is damaged, or of another format.
@@ -243,7 +244,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path:
-    """Make a checkpoint of whole states, as if one rank had saved them; any number of ranks can go on from it.
+    """Make a checkpoint of whole states, as if one rank had saved them; any number of ranks can resume from it.
 
     Raises:
         CheckpointError: a state holds what cannot be saved.
@@ -258,7 +259,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
         disk.files.folder(disk.aside(checkpoint))
         entry = _fill(disk, draft, disk.aside(checkpoint) / f"{PRIVATE}-0.safetensors")
         disk.files.sync(disk.aside(checkpoint))
-        disk.commit(Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True}))  # going on from it is no failure
+        disk.commit(Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True}))  # resuming from it is no failure
     except BaseException:
         disk.abort(checkpoint)
         raise

@@ -14,7 +14,9 @@ from typing import Any
 
 from shoestring.core.errors import CheckpointError
 
-NODES = 1_000_000  # of the values of one save; a list that holds itself, or another one a million times, is refused
+NODES = (
+    1_000_000  # of the values of one checkpoint; a list that holds itself, or another one a million times, is refused
+)
 DEPTH = 100  # of what is nested
 INSTRUCTIONS = 8_000_000
 """Of one pickle: each may make an object. The description of some 75,000 tensors, or 400,000 pieces, has as many."""

@@ -1,1 +1,1 @@
-"""Finding the newest usable save and going on from it."""
+"""Finding the newest usable checkpoint and resuming from it."""

@@ -292,10 +292,10 @@ class Wanted:
         return factor if isinstance(factor, DTensor) else None
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
-        """This rank's state, its tensors from `leaf`; None for what the save lacks or what starts afresh.
+        """This rank's state, its tensors from `leaf`; None for what the checkpoint lacks or what starts afresh.
 
         What was one state for all is where each rank begins, should they hold their own now; the other way round, all
-        go on from the first one's.
+        resume from the first one's.
         """
         each = self.kept[name]
         first = self._trees[0]["trees"]

@@ -28,10 +28,10 @@ log = logging.getLogger("shoestring")
 
 
 def resume(checkpointer: Checkpointer, where: str) -> int | None:
-    """Go on from the newest state there is, a checkpoint or one file ("auto"), or from what is named; a collective.
+    """Resume from the newest state there is, a checkpoint or one file ("auto"), or from what is named; a collective.
 
     Args:
-        where: "auto", a run folder, its folder of saves, the folder of one checkpoint, or one file.
+        where: "auto", a run folder, its folder of checkpoints, the folder of one checkpoint, or one file.
 
     Returns:
         The step; None where "auto" finds nothing.
@@ -87,15 +87,17 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
     if in_one_file:
         return _from_one_file(checkpointer, loader, where, others)
     if recovery.unseen:
-        raise CheckpointError(f"nothing to go on from: {recovery.unseen}")
+        raise CheckpointError(f"nothing to resume from: {recovery.unseen}")
     if any(attempts.exhausted(offer.checkpoint) for offer in offers):
         hint = f"remove `{disk / MARK}*` to try again"
-        raise CheckpointError(f"no save in `{disk}` can be read: {recovery.reason}", hint=hint)
-    if offers and all(offer.level == MEMORY for offer in offers):  # a first save that was cut short, or hosts are lost
+        raise CheckpointError(f"no checkpoint in `{disk}` can be read: {recovery.reason}", hint=hint)
+    if offers and all(
+        offer.level == MEMORY for offer in offers
+    ):  # a first checkpoint that was cut short, or hosts are lost
         log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
     elif offers:
         count, why = len({offer.checkpoint for offer in offers}), recovery.reason and f": {recovery.reason}"
-        raise CheckpointError(f"no save in `{disk}` can be read: all {count} are damaged or incomplete{why}")
+        raise CheckpointError(f"no checkpoint in `{disk}` can be read: all {count} are damaged or incomplete{why}")
     step = _from_one_file(checkpointer, loader, where, others)
     if step is None and auto:
         world.agree(lambda: _check_empty(disk))
@@ -118,7 +120,7 @@ def _named(path: Path) -> tuple[Path, Path | None]:
             return path.parent, path
         return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
     except OSError as error:
-        raise CheckpointError(f"cannot look for saves in `{path}`: {error.strerror}") from error
+        raise CheckpointError(f"cannot look for checkpoints in `{path}`: {error.strerror}") from error
 
 
 def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
@@ -200,7 +202,8 @@ def forget_all(memory: Path) -> None:
 def _from_one_file(
     checkpointer: Checkpointer, loader: Loader, where: str, others: Collection[CheckpointId]
 ) -> int | None:
-    """Go on from a save as `Plain` writes them. Generations beside it are of what came before, or was given up."""
+    """Resume from a checkpoint as `Plain` writes them. Checkpoints beside it are of what came before, or was given
+    up."""
     if not loader.restore(where):
         return None
     if others or checkpointer.claim.known is not None:

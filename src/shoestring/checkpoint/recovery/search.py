@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint that can be put together from what is left in memories and on disks.
+"""Resuming from the newest checkpoint that can be put together from what is left in memories and on disks.
 
 All ranks tell what they see (*offers*), take the newest checkpoint whose every part can be had, verify what they will
 read of it, vote, and only then read: from this host's memory, its disk, or other hosts. A damaged offer is dropped and
@@ -95,7 +95,7 @@ class Recovery:
         try:
             return [[level, str(path), each.dumps().decode()] for path, each in look(root)] if root else []
         except OSError as error:
-            self.unseen = f"cannot look for saves in `{root}`: {error.strerror or error}"
+            self.unseen = f"cannot look for checkpoints in `{root}`: {error.strerror or error}"
             log.warning("%s", self.unseen)
             return []
 
@@ -185,7 +185,7 @@ class Recovery:
     def give_up(self, choice: Choice, reason: str) -> None:
         """Take none of a choice's offers."""
         self.reason = f"step {choice.checkpoint.step}: {reason}"
-        log.warning("skipping the save of %s", self.reason)
+        log.warning("skipping the checkpoint of %s", self.reason)
         self.bad |= {offer.key for offer in choice.offers}
 
     def _rebuilt(self, choice: Choice, how: peer_copies.Rebuild, slot: Callable[[int], Slot]) -> list[Offer]:

@@ -55,7 +55,8 @@ class Disk:
         return self.folder / (f".{name}.{self.run}.tmp" if self.run else f".{name}.tmp")
 
     def write(self, checkpoint: CheckpointId, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Write some of a checkpoint's parts, make them durable, and read them back: older saves are deleted for them.
+        """Write some of a checkpoint's parts, make them durable, and read them back: older checkpoints are deleted for
+        them.
 
         Raises:
             OSError: as `Files.write`; or what was written is not what is there.
@@ -132,7 +133,7 @@ class Disk:
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove what interrupted saves of this run have left, by their exact names; nobody else's files."""
+        """Remove what interrupted checkpoints of this run have left, by their exact names; nobody else's files."""
         for path in self.folder.iterdir():
             name = path.name
             if path.is_symlink():

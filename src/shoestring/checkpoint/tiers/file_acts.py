@@ -1,4 +1,4 @@
-"""Every act on files that a save consists of, one by one, so that tests can stop, fail or record each of them."""
+"""Every act on files that a checkpoint consists of, one by one, so that tests can stop, fail or record each of them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""How often to save at each level, from what its saves cost and how often things fail.
+"""How often to save at each level, from what its checkpoints cost and how often things fail.
 
 Levels 1 … k, the least safe first. λ_l is the rate of the failures that level l recovers from and no level below does;
-C_l what a save at level l costs beside those at all levels below, which go with it; R_l what recovering from it costs;
-W_l the work between such saves. To first order, of the time spent working
+C_l what a checkpoint at level l costs beside those at all levels below, which go with it; R_l what recovering from it
+costs; W_l the work between such checkpoints. To first order, of the time spent working
 
     Σ_l  C_l / W_l + λ_l (W_l / 2 + R_l)
 
 is lost, least at W_l* = √(2 C_l / λ_l): Young 1974 for one level; Benoit, Cavelan, Le Fèvre, Robert and Sun, "Towards
 optimal multi-level checkpointing", IEEE Transactions on Computers 66(7), 2017, for k, with W_{l+1} a multiple of W_l.
-`waste` goes further, to where C_l is no longer small beside 1 / λ_l, and `plan` looks around W_l* for its minimum.
-"""
+`waste` goes further, to where C_l is no longer small beside 1 / λ_l, and `plan` looks around W_l* for its minimum."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class Rates:
         return {name: [rate.a, rate.b] for name, rate in self._rates.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from a saved state; a class that it lacks stays as it is."""
+        """Resume from a saved state; a class that it lacks stays as it is."""
         self._rates |= {name: Rate(*state[name]) for name in self._rates if name in state}
 
 
@@ -83,15 +82,17 @@ class Level:
 
     name: str
     cost: float
-    """C: what a save adds to the run beside those of the levels below: its stall + its slowdown × its duration."""
+    """C: what a checkpoint adds to the run beside those of the levels below: its stall + its slowdown × its
+    duration."""
     duration: float
-    """From a save's start to where it can be recovered from; the next one starts no earlier."""
+    """From a checkpoint's start to where it can be recovered from; the next one starts no earlier."""
     rate: float
     """λ: failures per second that this level recovers from and none below it does."""
     restart: float
-    """R: from the failure to where training goes on, without the work that is done again."""
+    """R: from the failure to where training continues, without the work that is done again."""
     through: bool = False
-    """Whether every save of a higher level goes through it, and so pays its cost where it is no level of its own."""
+    """Whether every checkpoint of a higher level goes through it, and so pays its cost where it is no level of its
+    own."""
 
     def __post_init__(self) -> None:
         times = (self.cost, self.duration, self.restart)
@@ -100,7 +101,7 @@ class Level:
 
     @property
     def young_daly(self) -> float:
-        """W*: seconds of work between saves, were this the only level (Daly 2006, the higher-order solution)."""
+        """W*: seconds of work between checkpoints, were this the only level (Daly 2006, the higher-order solution)."""
         x = self.cost * self.rate / 2
         if x >= 1:
             return 1 / self.rate
@@ -108,7 +109,7 @@ class Level:
 
 
 def plan(levels: Sequence[Level], step_seconds: float) -> dict[str, int]:
-    """Steps between saves of each level that pays, at the least `waste`; each is a multiple of the one below.
+    """Steps between checkpoints of each level that pays, at the least `waste`; each is a multiple of the one below.
 
     A level that does not pay is absent, and its failures fall to the next one up; the highest always stays. Ranks with
     the same input get the same integers, for nothing but correctly rounded arithmetic decides.
@@ -127,12 +128,13 @@ def plan(levels: Sequence[Level], step_seconds: float) -> dict[str, int]:
 
 
 def waste(levels: Sequence[Level], steps: Mapping[str, int], step_seconds: float) -> float:
-    """The share of all time that saves, restarts and work done again will take, with `steps` as from `plan`; 0 to 1.
+    """The share of all time that checkpoints, restarts and work done again will take, with `steps` as from `plan`; 0 to
+    1.
 
     Daly's complete model ("A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-    CheckpointId Computer Systems 22, 2006), one level after the other: from a save of level l to the next it would be
-    D_l = n D'_{l-1} + C_l without failures of class l, and is D'_l = e^{λR} (e^{λD} - 1) / λ with them. Its first order
-    is the module's formula. Left out are failures of lower classes during restarts and saves.
+    Generation Computer Systems 22, 2006), one level after the other: from a checkpoint of level l to the next it would
+    be D_l = n D'_{l-1} + C_l without failures of class l, and is D'_l = e^{λR} (e^{λD} - 1) / λ with them. Its first
+    order is the module's formula. Left out are failures of lower classes during restarts and saves.
 
     Raises:
         ConfigError: as for `plan`; or the highest level is not used, or one's steps are no multiple of those below.
@@ -169,10 +171,10 @@ def _used(levels: Sequence[Level], names: Collection[str]) -> list[Level]:
 
 
 def _nests(levels: Sequence[Level], step_seconds: float, unit: int, below: float) -> Iterator[tuple[float, list[int]]]:
-    """Steps between saves around the W* of each level, and before them all time over that of the steps alone.
+    """Steps between checkpoints around the W* of each level, and before them all time over that of the steps alone.
 
     Args:
-        unit: steps between saves of the level below `levels`; `below` are the expected seconds of so many.
+        unit: steps between checkpoints of the level below `levels`; `below` are the expected seconds of so many.
     """
     if not levels:
         yield below / (unit * step_seconds), []
@@ -192,9 +194,9 @@ def _around(wanted: float, least: int, *, wide: bool) -> range:
 
 
 def _expected(level: Level, times: int, below: float) -> float:
-    """Seconds from one of its saves to the next, with `times` what takes `below` in between; see `waste`."""
+    """Seconds from one of its checkpoints to the next, with `times` what takes `below` in between; see `waste`."""
     D = times * below + level.cost
-    # What was done since the start of a save that got lost is done again (Vaidya 1997: latency beyond the overhead).
+    # Work since the start of a lost checkpoint is done again (Vaidya 1997: latency beyond the overhead).
     R = level.restart + max(level.duration - level.cost, 0.0)
     return D * _growth(level.rate * D) * (1 + level.rate * R * _growth(level.rate * R))
 

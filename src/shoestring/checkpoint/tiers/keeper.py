@@ -36,7 +36,7 @@ log = logging.getLogger("shoestring")
 
 KEEPING = "copying a checkpoint to peers or writing it to disk"
 REBUILT = "rebuilt-"
-"""Begins the names of slots with parts of lost ranks, which are needed until the next save."""
+"""Begins the names of slots with parts of lost ranks, which are needed until the next checkpoint."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Standing:
     def lacks(self, level: str, reason: str) -> None:
         """Say why a level does not work, once for each reason; that it does with an empty one."""
         if reason and reason != self.lacking[level] and (level == MEMORY or self.speaks):
-            log.warning("no saves to %s: %s; earlier ones are intact, and training goes on", level, reason)
+            log.warning("no checkpoints to %s: %s; earlier ones are intact, and training continues", level, reason)
         self.lacking[level] = reason
 
 

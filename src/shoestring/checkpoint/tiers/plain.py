@@ -1,4 +1,4 @@
-"""One file a save: gathered to the first rank, written aside, flushed, synced, renamed."""
+"""One file a checkpoint: gathered to the first rank, written aside, flushed, synced, renamed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Saver:
         """Write everything kept; a collective of all ranks.
 
         Raises:
-            CheckpointError: on all ranks, when the first cannot write; earlier saves are intact.
+            CheckpointError: on all ranks, when the first cannot write; earlier checkpoints are intact.
         """
         path = self.folder / f"step-{self.job.progress.step:08d}.safetensors"
         with span("save", "disk"):
@@ -99,14 +99,14 @@ class Saver:
         except OSError as error:
             raise CheckpointError(
                 f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
-                hint="earlier saves are intact; free space, then resume",
+                hint="earlier checkpoints are intact; free space, then resume",
             ) from error
         with suppress(OSError):
             self._delete(path)
 
     def _delete(self, newest: Path) -> None:
-        """Keep the newest few. Saves of later steps are damaged, or of a future that this run went back from: those go,
-        unless this start has not restored anything, and so knows nothing of them; "auto" takes neither."""
+        """Keep the newest few. Checkpoints of later steps are damaged, or of a future that this run went back from:
+        those go, unless this start has not restored anything, and so knows nothing of them; "auto" takes neither."""
         there, abandoned = saves(self.folder), _newest(self.folder)
         later = [path for path in there if _step(path) > min(_step(newest), abandoned) and path != newest]
         if later and not self._restored:
@@ -129,7 +129,7 @@ class Loader:
     folder: Path
 
     def restore(self, where: str) -> bool:
-        """Go on from the newest good save in the folder ("auto"), or from the file or run folder named.
+        """Resume from the newest good checkpoint in the folder ("auto"), or from the file or run folder named.
 
         Returns:
             Whether there was one; "auto" may find none.
@@ -144,7 +144,7 @@ class Loader:
         return True
 
     def go_back(self, step: int) -> None:
-        """Note that saves of later steps are abandoned, so that "auto" takes none of them."""
+        """Note that checkpoints of later steps are abandoned, so that "auto" takes none of them."""
         try:
             if any(_step(path) > step for path in saves(self.folder)):
                 write_atomic(self.folder / NEWEST, str(step).encode())
@@ -152,22 +152,23 @@ class Loader:
             raise CheckpointError(f"cannot write `{self.folder / NEWEST}`: {error.strerror}") from error
 
     def newest(self) -> int:
-        """The step of the newest good save in the folder of any host that "auto" may take; 0 without one."""
+        """The step of the newest good checkpoint in the folder of any host that "auto" may take; 0 without one."""
         path = None
         with suppress(CheckpointError):
             path = self._read("auto")[0] if self.world.local_rank == 0 else None
         return max(int(each) for each in self.world.gather(str(_step(path) if path else 0).encode()))
 
     def _owner(self) -> int:
-        """The rank whose host has the newest save: it is not the first one's where folders are on the hosts' own disks
-        and the hosts came back in another order."""
+        """The rank whose host has the newest checkpoint: it is not the first one's where folders are on the hosts' own
+        disks and the hosts came back in another order."""
         world = self.world
         mine = continued(self.folder)[:1] if world.local_rank == 0 else []
         newest = world.gather("".join(path.name for path in mine).encode())
         return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
-        """The first readable save, newest first. A named one that is missing is an error; "auto" may find none."""
+        """The first readable checkpoint, newest first. A named one that is missing is an error; "auto" may find
+        none."""
         candidates = continued(self.folder) if where == "auto" else _named(Path(where))
         for path in candidates:
             try:
@@ -179,9 +180,13 @@ class Loader:
                 continue
             return path, data
         if candidates:
-            raise CheckpointError(f"no save in `{candidates[0].parent}` can be read: all {len(candidates)} are damaged")
+            raise CheckpointError(
+                f"no checkpoint in `{candidates[0].parent}` can be read: all {len(candidates)} are damaged"
+            )
         if where != "auto":
-            raise CheckpointError(f"`{where}` holds no save", hint="name a run folder or a step-*.safetensors file")
+            raise CheckpointError(
+                f"`{where}` holds no checkpoint", hint="name a run folder or a step-*.safetensors file"
+            )
         return None, b""
 
     def _load(self, content: dict[str, Any], source: str) -> None:
@@ -196,10 +201,10 @@ class Loader:
                     raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
-        """The state for this rank; None for what the save lacks, or what cannot survive a change of ranks.
+        """The state for this rank; None for what the checkpoint lacks, or what cannot survive a change of ranks.
 
         What was one state for all is where each rank begins, should they hold their own now; the other way round, all
-        go on from the first one's.
+        resume from the first one's.
         """
         kept, world = self.kept[name], self.world
         if name in content["shared"]:
@@ -226,10 +231,10 @@ def _other_than(
 
 
 def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
-    """The content of a save in one file.
+    """The content of a checkpoint in one file.
 
     Raises:
-        CheckpointError: it is of another format, or no save.
+        CheckpointError: it is of another format, or no checkpoint.
     """
     if content.get("format") != FORMAT:
         raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {FORMAT}")
@@ -242,10 +247,10 @@ def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a save in one file.
+    """The content of a checkpoint in one file.
 
     Raises:
-        CheckpointError: it is damaged, of another format, or no save.
+        CheckpointError: it is damaged, of another format, or no checkpoint.
     """
     try:
         with open_regular(path) as file:
@@ -257,16 +262,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def saves(folder: Path) -> list[Path]:
-    """The saves in a folder, newest first; none, and a warning, where it cannot be read."""
+    """The checkpoints in a folder, newest first; none, and a warning, where it cannot be read."""
     try:
         return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
     except OSError as error:
-        log.warning("cannot look for saves in `%s`: %s", folder, error.strerror or error)
+        log.warning("cannot look for checkpoints in `%s`: %s", folder, error.strerror or error)
         return []
 
 
 def continued(folder: Path) -> list[Path]:
-    """The saves that "auto" may take, newest first: without those that the run went back from."""
+    """The checkpoints that "auto" may take, newest first: without those that the run went back from."""
     newest = _newest(folder)
     return [path for path in saves(folder) if _step(path) <= newest]
 

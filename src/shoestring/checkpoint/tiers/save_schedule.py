@@ -19,9 +19,9 @@ DISK: Final = "disk"
 LEVELS: Final = (MEMORY, PEERS, DISK)
 
 _CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures that a level is for
-_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first save of each, where nothing is measured yet
-_RESTART = 15.0  # seconds from a failure to where training goes on, beside what reading the state takes
-_SLOWDOWN = 0.1  # what a save beside training slows it down, until that is measured
+_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first checkpoint of each, where nothing is measured yet
+_RESTART = 15.0  # seconds from a failure to where training continues, beside what reading the state takes
+_SLOWDOWN = 0.1  # what a checkpoint beside training slows it down, until that is measured
 _LEAST = 0.02  # below that it is noise; and nothing is free that wears a disk or takes a link from others
 _STEPS = 100  # of the newest steps of each kind the mean is taken, without the extreme tenths: evaluation is among them
 _MINUTE = 60.0  # seconds of training; a difference below is no news
@@ -29,7 +29,8 @@ _RECENT = 0.2  # weight of the newest measurement
 
 
 class Schedule:
-    """Steps between saves, the same on all ranks: numbers from the run file, or planned from costs that are agreed."""
+    """Steps between checkpoints, the same on all ranks: numbers from the run file, or planned from costs that are
+    agreed."""
 
     def __init__(self, settings: Tiered, hosts: int) -> None:
         wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
@@ -41,15 +42,15 @@ class Schedule:
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
         self.rates = Rates()
         self.lost = 0.0
-        """Seconds that failures took, over all starts: from when what was restored was saved to where it went on."""
+        """Seconds that failures took, over all starts: from a restored checkpoint to where training resumed."""
         self._late: set[str] = set()
-        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a save's start to its end
-        self._stall = 0.0  # seconds that a save stops training for
+        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a checkpoint's start to its end
+        self._stall = 0.0  # seconds that a checkpoint stops training for
         self._steps = {beside: deque[float](maxlen=_STEPS) for beside in (False, True)}
-        """Seconds of the newest steps, without and with a save beside them."""
+        """Seconds of the newest steps, without and with a checkpoint beside them."""
         self._newest = 0.0
         self._observed = 0
-        self._said: dict[str, int] = {}  # steps between saves, as the user was last told
+        self._said: dict[str, int] = {}  # steps between checkpoints, as the user was last told
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -61,15 +62,15 @@ class Schedule:
         self._observed = self._observed or step
 
     def stalled(self, seconds: float) -> None:
-        """A save has stopped training for so long."""
+        """A checkpoint has stopped training for so long."""
         self._stall = _mixed(self._stall, seconds)
 
     def took(self, level: str, seconds: float) -> None:
-        """A save has taken so long at a level, beside training."""
+        """A checkpoint has taken so long at a level, beside training."""
         self._seconds[level] = _mixed(self._seconds[level], seconds)
 
     def seconds(self, level: str) -> float:
-        """What a save takes at a level; 0 where there was none yet."""
+        """What a checkpoint takes at a level; 0 where there was none yet."""
         return self._seconds[level]
 
     def costs(self) -> list[float]:
@@ -79,7 +80,7 @@ class Schedule:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> set[str]:
-        """The levels that save after this step; every save goes through memory."""
+        """The levels that save after this step; every checkpoint goes through memory."""
         found = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
         return found | {MEMORY} if found else found
 
@@ -128,7 +129,7 @@ class Schedule:
         self._late -= {*levels}
 
     def failed(self, level: str, seconds: float) -> None:
-        """The run goes on from this level: a failure that no level below it recovers from, and that took so long."""
+        """The run resumes from this level: a failure that no level below it recovers from, and that took so long."""
         self.rates.observe(0.0, **{_CLASSES[level]: 1})
         self.lost += seconds
 
@@ -168,7 +169,7 @@ class Schedule:
         return "; ".join([*said, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
-        """What a failure costs: the steps since a save, and those beside which that one was still on its way."""
+        """What a failure costs: the steps since a checkpoint, and those beside which that one was still on its way."""
         if level not in self.auto:
             return f"saved every {self.steps[level]} steps"
         if not self._said:

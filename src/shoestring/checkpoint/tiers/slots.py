@@ -131,8 +131,8 @@ class Slot:
     def resume(self, history: History) -> None:
         """Keep what is in the slot if this start continues it, and break its seal if not.
 
-        An earlier one may be what the peers have, too, and so all there is when a host is lost before the next save.
-        """
+        An earlier one may be what the peers have, too, and so all there is when a host is lost before the next
+        checkpoint."""
         found = sealed(self.seal_path)
         if found is not None and history.holds(found.checkpoint):
             self.checkpoint = found.checkpoint

@@ -85,7 +85,8 @@ class Content:
 
 
 class Frame:
-    """What the parts of this rank look like: the same from save to save as long as the content's outline is."""
+    """What the parts of this rank look like: the same from one checkpoint to the next as long as the content's outline
+    is."""
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
@@ -177,7 +178,7 @@ class Stager:
     _copier: Worker = field(default_factory=lambda: Worker("checkpoint-copy"))
     _follower: Worker = field(default_factory=lambda: Worker("checkpoint-seal"))
     _copying: Future[None] | None = None
-    """Until the training thread may go on; on a GPU, once the copies are issued."""
+    """Until the training thread may continue; on a GPU, once the copies are issued."""
     _copied: Future[None] | None = None
     """Until the newest slot is full."""
     nbytes: int = 0

@@ -139,7 +139,7 @@ class Checkpointer:
         self._stall = 0.0
 
     def _stalled(self, since: float) -> None:
-        """Count what a save stops training for, from its start to where its copy is waited for."""
+        """Count what a checkpoint stops training for, from its start to where its copy is waited for."""
         self._stall += time.perf_counter() - since
 
     def _state(self) -> list[float]:
@@ -282,7 +282,7 @@ class Checkpointer:
             if not (reason := self.standing.lacking[level]):
                 self.finished = self.on_disk = level == DISK
                 return
-        raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier saves are intact; free space")
+        raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier checkpoints are intact; free space")
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
