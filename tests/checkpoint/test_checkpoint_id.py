@@ -41,7 +41,7 @@ def test_what_is_written_is_read(record):
 
 GOOD = {
     "format": FORMAT,
-    "checkpoint": {"step": 1, "start": 0, "uid": "ab12", "ranks": 4, "local": 2},
+    "generation": {"step": 1, "start": 0, "uid": "ab12", "ranks": 4, "local": 2},
     "parts": {"private-0": {"file": "private-0.safetensors", "nbytes": 5, "sums": [7]}},
     "notes": {},
 }
@@ -82,13 +82,13 @@ MALICIOUS = {
     "a part that is a list": with_(PART, [1]),
     "notes that are none": with_(("notes",), None),
     "notes that are pairs": with_(("notes",), [["ranks", 1]]),
-    "a checkpoint that is a list": with_(("checkpoint",), [1]),
-    "more ranks than there are": with_(("checkpoint", "ranks"), 1 << 40),
-    "no ranks": with_(("checkpoint", "ranks"), 0),
-    "no ranks of a host": with_(("checkpoint", "local"), 0),
-    "half a host": with_(("checkpoint", "ranks"), 5),
-    "a start of a path": with_(("checkpoint", "uid"), "../../x"),
-    "an empty start": with_(("checkpoint", "uid"), ""),
+    "a checkpoint that is a list": with_(("generation",), [1]),
+    "more ranks than there are": with_(("generation", "ranks"), 1 << 40),
+    "no ranks": with_(("generation", "ranks"), 0),
+    "no ranks of a host": with_(("generation", "local"), 0),
+    "half a host": with_(("generation", "ranks"), 5),
+    "a start of a path": with_(("generation", "uid"), "../../x"),
+    "an empty start": with_(("generation", "uid"), ""),
     "too few checksums": with_((*PART, "sums"), []),
     "too many checksums": with_((*PART, "sums"), [1, 2]),
     "checksums of text": with_((*PART, "sums"), "1"),
@@ -100,7 +100,7 @@ MALICIOUS = {
 }
 FILES = ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "a/", "./a", 7, None, ["a"])
 MALICIOUS |= {f"{file!r} for a file": with_((*PART, "file"), file) for file in FILES}
-MALICIOUS |= {f"{n!r} for a step": with_(("checkpoint", "step"), n) for n in NUMBERS}
+MALICIOUS |= {f"{n!r} for a step": with_(("generation", "step"), n) for n in NUMBERS}
 MALICIOUS |= {f"{n!r} for bytes": with_((*PART, "nbytes"), n) for n in NUMBERS}
 MALICIOUS |= {f"{n!r} for a checksum": with_((*PART, "sums"), [n]) for n in NUMBERS}
 
@@ -125,7 +125,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-PATHS = [(key,) for key in GOOD] + [("checkpoint", key) for key in GOOD["checkpoint"]] + [PART]
+PATHS = [(key,) for key in GOOD] + [("generation", key) for key in GOOD["generation"]] + [PART]
 PATHS += [(*PART, key) for key in ("file", "nbytes", "sums")] + [("notes", "ranks"), ("notes", "lengths")]
 
 
