@@ -76,7 +76,7 @@ def miscopied(*, folder: str, parity: bool) -> list[Any]:
     """What a run says and counts as safe at peers when rank 1 got one bit that rank 0 did not send; and later."""
     rank = dist.get_rank()
     trainee = Trainee.of(Setting(folder=folder, ranks=2, peers="parity" if parity else "copy", disk_every=100))
-    swap, flips = RankGroup.swap, [rank == 1]
+    swap, flips = RankGroup.exchange, [rank == 1]
 
     def flipping(group: RankGroup, sends: Any, receives: Any) -> Any:
         found = swap(group, sends, receives)
@@ -103,7 +103,7 @@ def copied(*, folder: str) -> str:
     """What a copy raises on each rank when only one holds something else than was sent."""
     world = here()
     group = RankGroup.join(world)
-    slot, swap = Slot(Path(folder) / f"held-{world.rank}", Files()), RankGroup.swap
+    slot, swap = Slot(Path(folder) / f"held-{world.rank}", Files()), RankGroup.exchange
 
     def flipping(group: RankGroup, sends: Any, receives: Any) -> Any:
         found = swap(group, sends, receives)
