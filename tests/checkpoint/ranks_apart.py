@@ -86,7 +86,7 @@ def miscopied(*, folder: str, parity: bool) -> list[Any]:
         return found
 
     with listening() as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "swap", flipping)
+        patch.setattr(RankGroup, "exchange", flipping)
         trainee.train(3)
         first = {**trainee.checkpointer.safe}
         for step in (4, 5):
@@ -112,7 +112,7 @@ def copied(*, folder: str) -> str:
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RankGroup, "swap", flipping)
+            patch.setattr(RankGroup, "exchange", flipping)
             part = torch.arange(100, dtype=torch.uint8)
             peer_copies.copy(group, 1, part, slot, CheckpointId(1, 0, "ab", 2, 1))
         return ""
