@@ -24,9 +24,7 @@ from shoestring.run import Settings, keys
 
 SHORTEST = 4
 """Words that a help text has at least."""
-EXEMPT = (
-    "src/shoestring/run.py",
-)
+EXEMPT = ("src/shoestring/run.py",)
 """Files whose texts are still to be rewritten; they are counted, and do not fail the check."""
 
 _FRAGMENT = re.compile(
