@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import at_loss
+import pytest
 
 from shoestring.checkpoint import Plain, Tiered
 from shoestring.comm import BF16
@@ -13,7 +14,7 @@ from shoestring.memory import Recompute
 from shoestring.optim import SGD, AdamW, Clip, Schedule
 from shoestring.parallel import DDP, FSDP
 from shoestring.precision import Autocast
-from shoestring.testing import FeatureSuite
+from shoestring.testing import Case, FeatureSuite
 
 
 class TestClip(FeatureSuite):
@@ -77,6 +78,15 @@ class TestTiered(FeatureSuite):
 class TestCompile(FeatureSuite):
     feature = Compile(backend="aot_eager")
     stays = ("the thread `tqdm_monitor`",)  # torch's compiler starts it once
+
+    # Each compiles in double precision, or on other ranks, anew: half of the CPU seconds of this class.
+    @pytest.mark.slow
+    def test_one_rank_equals_two(self, case: Case) -> None:
+        super().test_one_rank_equals_two(case)
+
+    @pytest.mark.slow
+    def test_resumes_on_other_ranks(self, case: Case) -> None:
+        super().test_resumes_on_other_ranks(case)
 
 
 class TestAtLoss(FeatureSuite):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
-from shoestring.testing.held_resources import Allocations, held_resources
+from shoestring.testing.held_resources import Allocations, fresh_garbage, held_resources
 from shoestring.testing.jobs import sgd, tiny
 
 Parts = tuple[nn.Module, torch.optim.Optimizer]
@@ -112,6 +112,13 @@ TAKERS: dict[str, Callable[[Parts], AbstractContextManager[object]]] = {
     r"the environment variable SHOESTRING_TEST=1": variable,
     r"the setting handler of SIGUSR2 = .*": handler,
 }
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> Iterator[None]:
+    """Each look collects garbage, which takes a second where many modules are loaded."""
+    with fresh_garbage():
+        yield
 
 
 @pytest.mark.parametrize("words", TAKERS)
