@@ -47,7 +47,7 @@ class Rig:
         across = {"shared": "shard", "mine": "own"}
         self.kept = {name: Kept(each, across[name], None) for name, each in self.held.items()}
         self.stager = Stager(World(), self.stable, overlap=True)
-        self.slots = [Slot(Path(folder) / f"own-0-{index}", Files()) for index in range(2)]
+        self.slots = [Slot(Path(folder, "user/run/host-0", f"own-0-{index}"), Files()) for index in range(2)]
         self.saves = 0
 
     def stable(self):
