@@ -23,7 +23,7 @@ MaskName = Literal["rows", "transposable", "greedy", "torch_default"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity(Feature):
-    """A way of training with 2:4 sparse weights; the base of all of them."""
+    """A way of training with 2:4 sparse weights, whatever they are computed by."""
 
     layers: tuple[str, ...] = ()
     """Patterns of the names of the linear layers to make sparse, such as `blocks.*.mlp.*`; by default the

@@ -1,0 +1,43 @@
+"""The command line of sparse's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from benchmarks.harness import Bar, Deadline, main
+from benchmarks.machine import ROOT
+from benchmarks.rows import RESULTS
+from benchmarks.sparse import contest, primitives
+
+
+def flags() -> argparse.ArgumentParser:
+    known = argparse.ArgumentParser(add_help=False)
+    known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "sparse")
+    known.add_argument("--budget", type=float, default=float("inf"))
+    known.add_argument("--trial", action="store_true")
+    return known
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and what the package's docstring says."""
+    known, rest = flags().parse_known_args(argv)
+    deadline = Deadline(60 * known.budget)
+
+    @cache
+    def ask() -> contest.Contest:
+        return contest.Contest(known.cache, 60 if known.trial else 600, deadline.check)
+
+    def rows() -> list[Bar]:
+        return [*primitives.rows(), *contest.rows(ask)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        return main("sparse", rows, rest, Path(folder) if known.trial else RESULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
