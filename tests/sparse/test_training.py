@@ -268,6 +268,18 @@ def test_the_tail_is_dense():
         assert torch.equal(made.model(batch()), plain(batch()))
 
 
+def test_a_run_that_is_made_longer_leaves_its_tail():
+    with job(TSRSTE(calibrate=0.0, tail=0.5, refresh=40), total=4) as made:
+        method = made.kept["sparse.tsrste"].state.method
+        for number in range(4):
+            made.step(batch(number))
+        assert method.dense
+        made.progress.total = 16
+        made.step(batch())
+        assert not method.dense
+        masks.require_2_4(leaving(made)["layers.0.up.weight"])
+
+
 # -- a loop of its own ------------------------------------------------------------------------------------------------
 
 

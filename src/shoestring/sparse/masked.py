@@ -69,12 +69,11 @@ class Masks:
         if search is not None and progress.step >= search.steps:
             self.factor, self.search = search.found(), None
             self._refresh()
-        if self._in_tail():
-            if not self.dense:
-                self.dense = True
-                for mask in self.masks.values():
-                    mask.fill_(ALL)
-        elif progress.step % (search.interval if search else self.settings.interval) == 0:
+        was_dense, self.dense = self.dense, self._in_tail()  # a run that resumes for longer leaves its tail
+        if self.dense:
+            for mask in self.masks.values():
+                mask.fill_(ALL)
+        elif was_dense or progress.step % (self.search.interval if self.search else self.settings.interval) == 0:
             self._refresh()
         self.job.numbers["decay"] = 0.0 if self.dense else self.factor
 
