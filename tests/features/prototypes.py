@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Phase, Seam
+from shoestring.core.leases import Order
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -182,3 +184,87 @@ class Shards:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.shards[name].full_tensor())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload(Feature):
+    """Hold the optimizer's state in host memory between steps (as ZeRO-Offload does, Ren et al. 2021)."""
+
+    pinned: bool = True
+    """Lock the host's pages, so that copies from a GPU and to it do not wait; a CPU has nothing to lock them for."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def check(self, job: Job) -> None:
+        if job.engine == "fsdp":
+            raise ConfigError(f"`{self.name}` moves whole tensors, and FSDP2 shards them", hint="use parallel.DDP()")
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        state = HostState(job, self)
+        job.at(Phase.WAIT, state.fetch)
+        job.at(Phase.PROJECT, state.store)
+        job.exits.callback(state.release)
+
+
+Offload.neutral = Offload()
+
+
+class HostState:
+    """The optimizer's state on the host, while a lease of `Order.CACHE` is granted for it; else it stays where it is.
+
+    The state's tensors of at least one dimension are exchanged for copies: on the host from `store` on, on their own
+    device from `fetch` on. A checkpoint that is written or loaded between two steps sees those on the host.
+    """
+
+    LEASE = "optimizer state"
+
+    def __init__(self, job: Job, settings: Offload) -> None:
+        self.optimizer, self.memory, self.trace = job.built_optimizer, job.world.memory, job.trace
+        self.pinned = settings.pinned and job.world.device.type == "cuda"
+        self.host: dict[tuple[Tensor, str], Tensor] = {}  # (parameter, name of the state) -> its copy on the host
+
+    def tensors(self) -> dict[tuple[Tensor, str], Tensor]:
+        from torch import Tensor
+
+        each = ((of, name, value) for of, state in self.optimizer.state.items() for name, value in state.items())
+        return {(of, name): value for of, name, value in each if isinstance(value, Tensor) and value.ndim}
+
+    def fetch(self) -> None:
+        for (parameter, name), value in self.tensors().items():
+            if value is self.host.get((parameter, name)):
+                self.optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+    def store(self) -> None:
+        import torch
+
+        tensors = self.tensors()
+        nbytes = sum(value.nbytes for value in tensors.values())
+        if not self.memory.take(self.LEASE, nbytes, Order.CACHE):
+            self.drop()
+            return
+        for (parameter, name), value in tensors.items():
+            if (parameter, name) not in self.host:
+                copy = torch.empty_like(value, device="cpu", pin_memory=self.pinned)
+                self.host[parameter, name] = copy
+            self.optimizer.state[parameter][name] = self.host[parameter, name].copy_(value)
+        self.trace.facts["bytes_on_host"] = nbytes
+
+    def drop(self) -> None:
+        """Free the copies on the host, and then end their lease; called while none of them is in use."""
+        self.host.clear()
+        self.memory.give(self.LEASE)
+        self.trace.facts["bytes_on_host"] = 0
+
+    def release(self) -> None:
+        self.fetch()
+        self.drop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tight(Feature):
+    """Leave no host memory to lease, so that every lease that may be refused is."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        job.world.memory.budget = 0.0
