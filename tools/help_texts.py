@@ -1,6 +1,6 @@
 """Check that every help text stands alone: a full noun phrase or sentence in the field's words.
 
-`python -m tools.help_texts [--all] [PACKAGE ...]`. A help text is read in `--help`, in docs/reference/run-file.md and
+`python -m tools.help_texts [PACKAGE ...]`. A help text is read in `--help`, in docs/reference/run-file.md and
 in the report, often without the key above it. Checked are the settings classes of the run file and the verbs of the
 command line: the docstring of each class and of each of its fields.
 """
@@ -24,8 +24,6 @@ from shoestring.run import Settings, keys
 
 SHORTEST = 4
 """Words that a help text has at least."""
-EXEMPT = ("src/shoestring/run.py",)
-"""Files whose texts are still to be rewritten; they are counted, and do not fail the check."""
 
 _FRAGMENT = re.compile(
     r"(as|at|between|by|during|for|from|in|into|of|on|over|through|to|under|what|when|where|which|who|whose|why|"
@@ -58,18 +56,13 @@ class HelpText:
     text: str
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print each fault as `file:line: what is wrong`; 1 where there is one outside of the exempt files."""
-    packages = [argument for argument in arguments if not argument.startswith("-")]
-    exempt = () if "--all" in arguments else EXEMPT
+def main(packages: Sequence[str]) -> int:
+    """Print each fault as `file:line: what is wrong`; 1 where there is one."""
     classes = keys(packages).values() if packages else [Settings, Data, *keys().values(), *VERBS.values()]
     found = list(faults(help_texts(classes), Path(__file__).resolve().parent.parent))
     for fault in found:
-        if not fault.startswith(exempt):
-            print(fault)
-    if passed_over := sum(fault.startswith(exempt) for fault in found):
-        print(f"help texts: {passed_over} more in files that are still exempt; --all prints them")
-    return 1 if len(found) > passed_over else 0
+        print(fault)
+    return 1 if found else 0
 
 
 def faults(texts: Iterable[HelpText], root: Path) -> Iterator[str]:
