@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoestring.data import Data
-from shoestring.data.corpus import prepare
+from shoestring.data.corpus import prepare_source
 from shoestring.data.loader import Loader
 from shoestring.data.tokens import TokenDataset
 from shoestring.models.gpt import GPT, GPTConfig
@@ -42,7 +42,7 @@ class Setting:
 
     def corpus(self, folder: Path) -> None:
         """Write the token files, once."""
-        prepare("python-stdlib", Data(vocabulary=self.vocabulary, sequence=self.sequence), folder)
+        prepare_source("python-stdlib", Data(vocabulary=self.vocabulary, sequence=self.sequence), folder)
 
     def batches(self, folder: Path, rank: int, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """This rank's part of each step's batch, without end."""

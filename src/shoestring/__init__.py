@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import span
     from shoestring.core.world import World
+    from shoestring.data import Data
+    from shoestring.data.loader import Loader
+    from shoestring.data.together import prepare
     from shoestring.distributed.join import join
     from shoestring.models.loading import load_model, open_model
     from shoestring.training.failures import stop_on_signals
@@ -37,6 +40,9 @@ _HOME = {
     "compose": "core.compose",
     "span": "core.trace",
     "World": "core.world",
+    "Data": "data",
+    "Loader": "data.loader",
+    "prepare": "data.together",
     "join": "distributed.join",
     "stop_on_signals": "training.failures",
     "load_model": "models.loading",
@@ -45,8 +51,10 @@ _HOME = {
 
 __all__ = [
     "Curve",
+    "Data",
     "Feature",
     "Job",
+    "Loader",
     "Phase",
     "Seam",
     "Table",
@@ -63,6 +71,7 @@ __all__ = [
     "optim",
     "parallel",
     "precision",
+    "prepare",
     "span",
     "sparse",
     "stop_on_signals",

@@ -105,11 +105,7 @@ class Run:
             if getattr(self.settings, name) and not self.settings.evaluate_every:
                 hint = "set run.evaluate_every to the steps between two"
                 raise ConfigError(f"`run.{name}` needs evaluations during the run", hint=hint)
-        if len(self.data.weights) not in (0, len(self.sources)):
-            raise ConfigError(
-                f"`data.weights` has {len(self.data.weights)} entries for {len(self.sources)} sources",
-                hint="give one for each source of run.data, or none",
-            )
+        self.data.check_weights(len(self.sources))
 
     @property
     def sources(self) -> tuple[str, ...]:

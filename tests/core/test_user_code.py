@@ -14,7 +14,7 @@ from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
 from shoestring.testing.pool import Pool
-from shoestring.training.data_loading import moved
+from shoestring.training.data_loading import to_device
 
 
 def model(words=11):
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_used_is_refused_in_one_line(batch, message):
 
 def test_mappings_that_are_no_dicts_are_batches_too():
     encoding = pytest.importorskip("transformers").BatchEncoding({"input_ids": tokens(), "labels": tokens()})
-    there = moved(encoding, torch.device("cpu"))
+    there = to_device(encoding, torch.device("cpu"))
     assert torch.equal(job().step(there), job().step(dict(encoding)))
 
 

@@ -113,9 +113,9 @@ FORK = """
 import os, sys
 from pathlib import Path
 from shoestring.data import Data
-from shoestring.data.corpus import prepare
+from shoestring.data.corpus import prepare_source
 folder = Path(sys.argv[1])
-corpus = prepare(str(folder / "*.txt"), Data(vocabulary=300, sequence=8), folder)
+corpus = prepare_source(str(folder / "*.txt"), Data(vocabulary=300, sequence=8), folder)
 corpus.train_texts(), corpus.tokenizer.encode("x"), corpus.tokenizer.encode_batch(["a b"] * 50)
 child = os.fork()
 if child == 0:

@@ -20,8 +20,9 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
     ("checkpoints.md", 0): (1,),
     ("slow-network.md", 0): (2,),
     ("your-own-loop.md", 0): (1, 2),
-    ("your-own-loop.md", 1): (1,),
+    ("your-own-loop.md", 1): (1, 2),
     ("your-own-loop.md", 2): (1,),
+    ("your-own-loop.md", 3): (1,),
 }
 OTHERS = {  # that are no whole scripts
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
@@ -40,6 +41,12 @@ def page(name: str) -> Path:
     return next(each for each in PAGES if each.name == name)
 
 
+def write_texts(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps. " * 40)
+
+
 def test_every_script_of_a_page_is_run():
     found = {(each.name, number) for each in PAGES for number in range(len(blocks(each, "python")))}
     assert found - OTHERS == set(SCRIPTS)
@@ -53,6 +60,8 @@ def test_a_script_runs(tmp_path, monkeypatch, name, number, size):
     if "run.toml" in script.read_text():
         own = '[run]\nmodel = "toy:model"\ndata = "toy:samples"\nsteps = 4\nbatch = 8\n[optim.adamw]\n'
         (tmp_path / "run.toml").write_text(own)
+    if "texts/" in script.read_text():
+        write_texts(tmp_path / "texts")
     if size > 1:
         ranks.run(script, size=size, local_size=size)
     else:
@@ -85,9 +94,7 @@ def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, mon
 def test_the_readmes_commands_run_one_after_the_other_in_a_folder_of_any_name(tmp_path, monkeypatch):
     """The README's run file and commands as printed; only the run is made shorter and the model smaller."""
     here = tmp_path / "my project"
-    (here / "texts").mkdir(parents=True)
-    for number in range(20):
-        (here / "texts" / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps. " * 40)
+    write_texts(here / "texts")
     (run_file,) = blocks(page("README.md"), "toml")
     short = run_file.replace("steps = 2000", "steps = 4\nbatch = 4")
     small = "[model]\ndim = 16\nlayers = 1\nheads = 2\nkv_heads = 1\n[data]\nsequence = 16\nvocabulary = 300\n"

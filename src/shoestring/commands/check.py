@@ -16,7 +16,7 @@ from shoestring.core.world import World
 from shoestring.models.loading import build_model
 from shoestring.naming import resolve
 from shoestring.run import Run
-from shoestring.training.data_loading import offered
+from shoestring.training.data_loading import model_arguments
 
 GIB = 2**30
 
@@ -31,7 +31,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     world = arranged(World(size=workers, local_size=workers), run.features)
     completed = run.completed(world)
     yield completed.dump()
-    told = offered(run)
+    told = model_arguments(run)
     with torch.device("meta"):
         model = build_model(run.settings.model, run.model, told, run.settings.seed)
     for key in ("loss", "evaluate"):

@@ -22,7 +22,7 @@ from shoestring.parallel import DDP
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import feed, moved
+from shoestring.training.data_loading import open_data, to_device
 
 SHOWN = 10  # candidates that are printed
 
@@ -52,14 +52,14 @@ def plan(run: Run, world: World) -> PlannedRun:
     trial = replace(run, features=(*others, auto)).completed(world)
     trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
     with ExitStack() as stack:
-        data = feed(trial, world, Path(run.settings.folder or Path("runs") / run.name))
+        data = open_data(trial, world, Path(run.settings.folder or Path("runs") / run.name))
         job = stack.enter_context(build_job(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
         loader = build_loader(trial, job, data)
         stack.callback(loader.close)
         batches, seconds = iter(loader), []
         job.model.train()
         for _ in range(TIMED_STEPS):
-            micro = [moved(batch, world.device) for batch in next(batches)]
+            micro = [to_device(batch, world.device) for batch in next(batches)]
             world.barrier()
             began = time.perf_counter()
             job.step(*micro)

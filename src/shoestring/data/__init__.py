@@ -1,8 +1,8 @@
 """Corpora, tokenizers and the resumable loader.
 
-`corpus.prepare` turns a source of text into token files, `tokens.TokenDataset` reads them, and `loader.Loader` yields
-their batches in an order that depends on the seed alone. `baselines` measures what compressors and an n-gram model
-reach on the same held-out text. This module holds the settings and imports neither torch nor numpy.
+`together.prepare` turns sources of text into token files, once for all ranks, `tokens.TokenDataset` reads them, and
+`loader.Loader` yields their batches in an order that depends on the seed alone. `baselines` measures what compressors
+and an n-gram model reach on the same held-out text. This module holds the settings and imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -59,3 +59,9 @@ class Data:
             )
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
+
+    def check_weights(self, sources: int) -> None:
+        """Raise ConfigError unless there is one weight for each of so many sources, or none."""
+        if len(self.weights) not in (0, sources):
+            said = f"`data.weights` has {len(self.weights)} entries for {sources} sources"
+            raise ConfigError(said, hint="give one for each source, or none")

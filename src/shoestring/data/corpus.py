@@ -84,7 +84,7 @@ def _texts(tokenizer: Tokenizer, part: Tokens) -> bytes:
     return _SEPARATOR.join(tokenizer.decode_documents(part.ids)).encode()
 
 
-def prepare(source: str, settings: Data, folder: Path) -> Corpus:
+def prepare_source(source: str, settings: Data, folder: Path) -> Corpus:
     """Read `source`, train or load its tokenizer, split it by document, and write its tokens to `folder`.
 
     `source` is `python-stdlib`, paths or globs of text, .jsonl and .parquet files with commas between them, a .tokens

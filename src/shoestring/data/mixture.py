@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoestring.core.errors import DataError
 from shoestring.data import Data
-from shoestring.data.corpus import SAMPLE, Corpus, Survey, prepare, recipe_of
+from shoestring.data.corpus import SAMPLE, Corpus, Survey, prepare_source, recipe_of
 from shoestring.data.joined import Joined
 from shoestring.data.sources import open_source
 from shoestring.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
@@ -17,19 +17,19 @@ from shoestring.storage.whole import write_atomic
 
 
 def prepare_mixture(sources: Sequence[str], settings: Data, folder: Path) -> Corpus:
-    """As `corpus.prepare` for each source, in a folder of its own in `folder/data`, with one tokenizer for all.
+    """As `prepare_source` for each source, in a folder of its own in `folder/data`, with one tokenizer for all.
 
     A `bpe` tokenizer is trained on equally much text of each source. Documents are held out, and duplicates left out,
     within each source.
 
     Raises:
-        ConfigError: a setting is out of range. DataError: as `prepare` does.
+        ConfigError: a setting is out of range. DataError: as `prepare_source` does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
     _tokenizer(sources, settings, folder).save(path)
     each = replace(settings, tokenizer=str(path), weights=())
-    parts = {name: prepare(source, each, folder / "data" / name) for name, source in names(sources).items()}
+    parts = {name: prepare_source(source, each, folder / "data" / name) for name, source in names(sources).items()}
     train = Joined([part.train for part in parts.values()], settings.weights)
     held_out = Joined([part.held_out for part in parts.values()])
     return Corpus(train, held_out, load_tokenizer(path), parts)

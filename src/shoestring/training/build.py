@@ -19,15 +19,15 @@ from shoestring.models.loading import build_model
 from shoestring.naming import resolve
 from shoestring.planning.system import free_memory
 from shoestring.run import Run
-from shoestring.training.data_loading import Feed, sample_bytes
+from shoestring.training.data_loading import DataSets, sample_bytes
 
 
-def build_job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
+def build_job(run: Run, world: World, data: DataSets, trace: Trace) -> Job:
     """The run's job, composed; from here on, random numbers are drawn from the run's seed."""
     settings = run.settings
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(settings.deterministic or deterministic)
-    model = build_model(settings.model, run.model, data.offered, settings.seed).to(world.device)
+    model = build_model(settings.model, run.model, data.model_arguments, settings.seed).to(world.device)
     loss = resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
     progress = Progress(total=0 if settings.minutes else settings.steps)
     job = Job(model, call_model, loss, progress=progress, world=world, trace=trace)
@@ -41,7 +41,7 @@ def build_job(run: Run, world: World, data: Feed, trace: Trace) -> Job:
     return job
 
 
-def build_loader(run: Run, job: Job, data: Feed) -> Loader:
+def build_loader(run: Run, job: Job, data: DataSets) -> Loader:
     """This rank's share of the run's batches, the same for ranks that share the work on it; every rank calls it.
 
     Raises:
@@ -59,7 +59,7 @@ def build_loader(run: Run, job: Job, data: Feed) -> Loader:
     )
 
 
-def _check_room(run: Run, job: Job, data: Feed) -> None:
+def _check_room(run: Run, job: Job, data: DataSets) -> None:
     readers = job.world.ranks_over(job.data_axes)
     held = run.settings.batch // readers * job.world.local_size * sample_bytes(data.train[0])
     if held > (free := free_memory()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +14,10 @@ from torch.utils.data import Dataset
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import Batch
 from shoestring.core.world import World
-from shoestring.data import BYTES, Data
-from shoestring.data.corpus import Corpus, prepare
-from shoestring.data.mixture import prepare_mixture
+from shoestring.data import BYTES
+from shoestring.data.corpus import Corpus
 from shoestring.data.sources import open_source
+from shoestring.data.together import prepare
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.data.tokens import read_header
 from shoestring.models import hf
@@ -27,7 +26,7 @@ from shoestring.run import Run
 
 
 @dataclass(frozen=True)
-class Feed:
+class DataSets:
     """Training and held-out samples; `corpus` is None for data sets of the user's own."""
 
     train: Dataset[Any]
@@ -35,7 +34,7 @@ class Feed:
     corpus: Corpus | None
 
     @property
-    def offered(self) -> dict[str, Any]:
+    def model_arguments(self) -> dict[str, Any]:
         """Arguments that models may want to know from the data."""
         if self.corpus is None:
             return {}
@@ -49,7 +48,7 @@ class Feed:
         return part.targets_per_byte / math.log(2)
 
 
-def feed(run: Run, world: World, folder: Path) -> Feed:
+def open_data(run: Run, world: World, folder: Path) -> DataSets:
     """Read the data on every host, prepare it once in every folder, and make sure that all hosts read the same.
 
     Raises:
@@ -58,23 +57,11 @@ def feed(run: Run, world: World, folder: Path) -> Feed:
     if is_own(run):
         return _own(run, world)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
-    first = _first_there(world, folder)
-    prepared = world.agree(lambda: _prepared(run, settings, folder) if first else None)
-    corpus = world.agree(lambda: prepared or _prepared(run, settings, folder))
-    if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
-        raise DataError(
-            f"`{run.settings.data}` is not the same on all hosts", hint="use one Python version, or copy the files"
-        )
-    return Feed(corpus.train, corpus.held_out, corpus)
+    corpus = prepare(run.settings.data, folder, settings, world=world)
+    return DataSets(corpus.train, corpus.held_out, corpus)
 
 
-def _prepared(run: Run, settings: Data, folder: Path) -> Corpus:
-    if isinstance(run.settings.data, str):
-        return prepare(run.settings.data, settings, folder)
-    return prepare_mixture(run.sources, settings, folder)
-
-
-def offered(run: Run) -> dict[str, Any]:
+def model_arguments(run: Run) -> dict[str, Any]:
     """What models will be told of the data, as far as that is known before it is prepared; nothing is downloaded.
 
     Raises:
@@ -142,40 +129,26 @@ def tokenizer_of(run: Run) -> str:
     return chosen
 
 
-def _first_there(world: World, folder: Path) -> bool:
-    """Whether this rank is the first of all that see this very folder: hosts may share it, or have one each."""
-    token = world.decide(lambda: secrets.token_hex(4))
-    mark = folder / f".prepares-{token}-{world.rank}"
-    if world.local_rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    world.barrier()
-    seen = [int(each.name.rpartition("-")[2]) for each in folder.glob(f".prepares-{token}-*")]
-    world.barrier()
-    mark.unlink(missing_ok=True)
-    return world.local_rank == 0 and world.rank == min(seen)
-
-
-def _own(run: Run, world: World) -> Feed:
+def _own(run: Run, world: World) -> DataSets:
     """`package.module:callable` returns a map-style data set, or a pair of them: training and held-out."""
 
-    def make() -> Feed:
+    def make() -> DataSets:
         made = resolve(run.sources[0], "run.data")()
         train, held_out = made if isinstance(made, tuple) else (made, None)
         for each in (train, held_out):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):
                 raise DataError(f"`{run.settings.data}` returned no data set with a length and items")
-        return Feed(train, held_out, None)
+        return DataSets(train, held_out, None)
 
     return world.agree(make)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; copies from pinned memory do not wait."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {name: moved(value, device) for name, value in batch.items()}
+        return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(moved(value, device) for value in batch)
+        return type(batch)(to_device(value, device) for value in batch)
     return batch

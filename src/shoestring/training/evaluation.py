@@ -12,12 +12,12 @@ from shoestring.core.job import Job
 from shoestring.data.loader import sweep
 from shoestring.naming import resolve
 from shoestring.run import Run
-from shoestring.training.data_loading import Feed, moved
+from shoestring.training.data_loading import DataSets, to_device
 
 PART = 64  # held-out samples of an evaluation during the run
 
 
-def evaluate(job: Job, run: Run, data: Feed, limit: int = 0) -> dict[str, float]:
+def evaluate(job: Job, run: Run, data: DataSets, limit: int = 0) -> dict[str, float]:
     """The held-out loss over the first `limit` samples (0: all), if there are any, and what `run.evaluate` returns.
 
     A collective. Of a mixture the loss is over all sources together, and `held_out_loss_NAME` is that of each.
@@ -26,7 +26,7 @@ def evaluate(job: Job, run: Run, data: Feed, limit: int = 0) -> dict[str, float]
     return values | _own_metrics(job, run.settings.evaluate) if run.settings.evaluate else values
 
 
-def _held_out(job: Job, run: Run, data: Feed, limit: int) -> dict[str, float]:
+def _held_out(job: Job, run: Run, data: DataSets, limit: int) -> dict[str, float]:
     rank, size = job.world.index_over(job.data_axes), job.world.ranks_over(job.data_axes)
     micro = max(1, run.settings.batch // (size * run.settings.accumulate))
     parts = data.corpus.parts if data.corpus else {}
@@ -34,7 +34,7 @@ def _held_out(job: Job, run: Run, data: Feed, limit: int) -> dict[str, float]:
     sums: dict[str, tuple[float, int]] = {}
     for name, samples in held_out.items():
         batches = sweep(samples, batch=micro, rank=rank, size=size, limit=-(-limit // len(held_out)))
-        sums[name] = job.evaluate(moved(batch, job.world.device) for batch in batches)
+        sums[name] = job.evaluate(to_device(batch, job.world.device) for batch in batches)
     total, count = (sum(column) for column in zip(*sums.values(), strict=True))
     loss = total / max(count, 1)
     values = {"held_out_loss": loss}
@@ -93,7 +93,7 @@ class Evaluations:
 
     job: Job
     run: Run
-    data: Feed
+    data: DataSets
     save: Callable[[], object]
     """Writes the best model; a collective."""
 

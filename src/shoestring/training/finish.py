@@ -31,7 +31,7 @@ from shoestring.report.sinks import JsonLines, Sink
 from shoestring.report.trackers import TRACKERS, Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
-from shoestring.training.data_loading import Feed
+from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Evaluations, evaluate
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.throughput import Meter, memory_gib
@@ -51,7 +51,9 @@ class Result:
     """The last value of each metric, on every rank; those of the held-out data where the run is finished."""
 
 
-def open_meter(job: Job, run: Run, data: Feed, folder: Path, newest: NewestRows, more: Sequence[Sink] = ()) -> Meter:
+def open_meter(
+    job: Job, run: Run, data: DataSets, folder: Path, newest: NewestRows, more: Sequence[Sink] = ()
+) -> Meter:
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
     sinks = job.world.agree(lambda: _sinks(job, run, folder, newest, more) if job.world.first else [])
     meter = Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
@@ -93,7 +95,7 @@ def _flops_per_token(job: Job, run: Run) -> float:
 # -- the first lines --------------------------------------------------------------------------------------------------
 
 
-def opening(job: Job, run: Run, data: Feed, folder: Path) -> Iterator[str]:
+def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
     """What was found and what was chosen, with reasons."""
     world, settings = job.world, run.settings
     yield f"{run.name} in {folder}"
@@ -134,7 +136,7 @@ def _device(job: Job) -> str:
 
 
 def close(
-    job: Job, run: Run, data: Feed, folder: Path, seconds: float, meter: Meter, evaluations: Evaluations
+    job: Job, run: Run, data: DataSets, folder: Path, seconds: float, meter: Meter, evaluations: Evaluations
 ) -> Result:
     """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
     done = job.progress.done or evaluations.lost_patience
@@ -168,7 +170,7 @@ def close(
     return Result(status, folder, dict(meter.latest))
 
 
-def _baselines(job: Job, data: Feed) -> dict[str, float]:
+def _baselines(job: Job, data: DataSets) -> dict[str, float]:
     """Bits per byte of compressors and an n-gram model on the held-out files; the ranks share the work."""
     if data.corpus is None:
         raise DataError("`run.baselines` compares text, and this data set is none", hint="remove run.baselines")
@@ -184,9 +186,9 @@ def _baselines(job: Job, data: Feed) -> dict[str, float]:
     return {name: bits for share in reversed(shares) for name, bits in share.items()}
 
 
-def export(job: Job, run: Run, data: Feed, folder: Path) -> nn.Module | None:
+def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None:
     """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective."""
-    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.offered}
+    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.model_arguments}
     whole = _whole(job, made_by)
     if whole is not None and job.world.first:
         save_model(whole, data.corpus and data.corpus.tokenizer, folder, made_by)
@@ -212,7 +214,7 @@ def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
     return whole
 
 
-def _samples(model: nn.Module, run: Run, data: Feed) -> list[dict[str, str]]:
+def _samples(model: nn.Module, run: Run, data: DataSets) -> list[dict[str, str]]:
     """A continuation of each prompt, drawn with a fixed seed."""
     if data.corpus is None:
         return []
@@ -242,7 +244,7 @@ def _rank(job: Job, tokens_per_second: float) -> dict[str, Any]:
 
 
 def _summary(
-    job: Job, run: Run, data: Feed, seconds: float, meter: Meter, held_out: dict[str, float]
+    job: Job, run: Run, data: DataSets, seconds: float, meter: Meter, held_out: dict[str, float]
 ) -> dict[str, Any]:
     bits: dict[str, float] = {}
     if data.corpus is not None and meter.recent:

@@ -22,7 +22,7 @@ from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
 from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import feed, moved
+from shoestring.training.data_loading import open_data, to_device
 from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
@@ -63,7 +63,7 @@ def train(
         stack.enter_context(writable(path))
         if world.first:
             stack.callback(run_folder.release, path)
-        data = feed(run, world, path)
+        data = open_data(run, world, path)
         world.agree(lambda: remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(build_job(run, world, data, trace))
@@ -115,7 +115,7 @@ def _loop(
     first = job.progress.step
     while not job.done:
         with span("data", "wait") as waiting:
-            micro = [moved(batch, job.world.device) for batch in next(batches)]
+            micro = [to_device(batch, job.world.device) for batch in next(batches)]
         meter.waited += time.perf_counter() - waiting.began
         if stop is not None and stop():
             job.stop()
