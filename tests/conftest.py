@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items):
     one conformance suite its pool, so each stays on one worker; virtual hosts and Slurm have the machine to themselves.
     """
     for item in items:
+        if " at 0x" in item.name:
+            raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
         suite = item.cls if item.cls is not None and issubclass(item.cls, FeatureSuite) else None
         alone = item.get_closest_marker("netlab") or item.get_closest_marker("slurm")
         group = "machine" if alone else f"{item.path}:{suite.__name__ if suite else ''}"

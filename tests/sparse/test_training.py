@@ -184,7 +184,7 @@ def test_packed_masks(columns):
         (TSRSTE(calibrate=0.0, tail=0.0), masks.transposable_mask),
         (TSRSTE(norm="l2"), lambda weight: masks.transposable_mask(weight, norm="l2")),
     ],
-    ids=str,
+    ids=["rows", "transposable", "greedy", "torch_default", "srste", "tsrste", "tsrste-l2"],
 )
 def test_layers_compute_with_masked_weights(feature, mask):
     with job(feature) as made:
