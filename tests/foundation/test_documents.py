@@ -25,8 +25,10 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
     ("your-own-loop.md", 3): (1,),
 }
 OTHERS = {  # that are no whole scripts
+    ("evaluation.md", 0),  # below
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
     ("metrics.md", 0),  # below
+    ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py
     ("write-a-feature.md", 1),
 }
@@ -80,6 +82,41 @@ def test_the_sink_of_the_guide_writes_losses(tmp_path):
     sink.write(1, {"held_out_loss": 2.0})
     sink.close()
     assert (tmp_path / "losses.txt").read_text() == "1 2.5000\n"
+
+
+def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_path):
+    """As printed for the check; for the run with a smaller model, fewer steps and an early end."""
+    write_texts(tmp_path / "texts")
+    guide = page("evaluation.md")
+    (tmp_path / "run.toml").write_text(blocks(guide, "toml")[0])
+    (tmp_path / "mytask.py").write_text(blocks(guide, "python")[0])
+
+    def shoestring(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shoestring", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=120
+        )
+
+    checked = shoestring("check", "run.toml")
+    assert checked.returncode == 0 and "by `mytask:inverse_root`" in checked.stdout, checked.stderr
+    for changed, message in (
+        ("--run.evaluate=mytask:acuracy", "acuracy"),
+        ("--optim.schedule.function=mytask:TEXT", "no callable `TEXT`"),
+        ('--optim.adamw.groups=[{pattern = "embd.*"}]', "`embd.*`"),
+    ):
+        refused = shoestring("check", "run.toml", changed)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+    small = ["--model.dim=16", "--model.layers=1", "--model.heads=2", "--model.kv-heads=1", "--data.sequence=64"]
+    short = ["--run.batch=4", "--run.steps=12", "--run.evaluate-every=2", "--data.held-out=0.2"]
+    trained = shoestring("train", "run.toml", *small, *short)
+    assert trained.returncode == 0, trained.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= row["accuracy"] <= 1 for row in rows if "held_out_loss" in row)
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert max(rates) == pytest.approx(rates[0] * len(rates), rel=1e-3)  # the first of 20 steps of warm-up
+    assert (folder / "best" / "model.safetensors").is_file()
 
 
 def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, monkeypatch):
