@@ -112,7 +112,7 @@ def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp
     source, run = shutil.copytree(pretrained[kind], tmp_path / "source"), tmp_path / "run"
     file = run_file(tmp_path, source, corpus)
     assert main(["check", str(file)]) == 0
-    assert "activations of 4 samples" in capsys.readouterr().out
+    assert "activations of a rank for 4 samples" in capsys.readouterr().out
     assert main(["train", str(file)]) == 0
     trained = reloaded(run / "model")
     assert (logits(trained) - logits(reloaded(pretrained[kind]))).abs().max() > 1e-3  # the starting weights moved

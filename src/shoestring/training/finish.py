@@ -64,9 +64,12 @@ def open_meter(
 def _sinks(job: Job, run: Run, folder: Path, newest: NewestRows, more: Sequence[Sink]) -> list[Sink]:
     """The console, metrics.jsonl, what `run.sinks` names and `more`; what they hold of later steps is dropped."""
     step = job.progress.step
-    rows = JsonLines(folder / "metrics.jsonl")
+    file = folder / "metrics.jsonl"
+    continues = file.exists()  # else this is a new run, which began with the checkpoint of another
+    rows = JsonLines(file)
     rows.truncate_after(step)
-    newest.write_missing(rows)
+    if continues:
+        newest.write_missing(rows)
     sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
     openers = {name: TRACKERS.get(name) or resolve(name, "run.sinks") for name in run.settings.sinks}
     openers |= {f"{type(sink).__name__} ({number})": _opened(sink) for number, sink in enumerate(more)}
