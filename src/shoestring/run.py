@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import AREAS, DATA, LOCAL, Feature, Seam, area_of, arranged
+from shoestring.core.feature import AREAS, DATA, LOCAL, Feature, Seam, area_of, arrange_mesh
 from shoestring.data import Data
 from shoestring.report import trackers
 from shoestring.settings import structure
@@ -126,7 +126,7 @@ class Run:
 
     def completed(self, world: World) -> Run:
         """The run with the default owner of each seam that nobody owns: DDP, AdamW, the checkpoint cache."""
-        world = arranged(world, self.features)
+        world = arrange_mesh(world, self.features)
         areas = {area_of(type(feature)) for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
         resolved = [feature.resolve(world) for feature in self.features]

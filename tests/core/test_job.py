@@ -10,7 +10,7 @@ from torch import nn
 from shoestring import checkpoint, optim, parallel
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
-from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, ordered
+from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, order_of_application
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
@@ -133,7 +133,7 @@ def test_two_owners_of_a_mesh_dimension_conflict_and_of_two_dimensions_do_not():
 
 def test_ordered_by_seam_and_stable_inside_one():
     a, b = Spy(label="a", log=[]), Spy(label="b", log=[])
-    pairs = ordered([a, optim.AdamW(), b])
+    pairs = order_of_application([a, optim.AdamW(), b])
     assert [seam for seam, _ in pairs] == [Seam.MODEL, Seam.MODEL, Seam.OPTIM, Seam.STEP, Seam.STEP]
     assert [one for _, one in pairs] == [a, b, optim.AdamW(), a, b]
 

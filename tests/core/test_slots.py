@@ -162,7 +162,7 @@ def test_a_pass_without_a_backend_runs_interpreted_and_changes_what_is_computed(
 
 def test_a_joint_pass_is_refused_by_a_backend_without_a_joint_graph():
     add = does(Seam.GRAPH, lambda made: made.add_pass(lambda module: None, on="joint"))
-    with pytest.raises(ConfigError, match="the backend `eager` has no joint graph"):
+    with pytest.raises(ConfigError, match="the backend `eager` builds no joint graph"):
         compose(job(), [add, graph.Compile(backend="eager")])
 
 

@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_a_number_says_where_and_keeps_the_last_good_state(he
     step = int(said.split("the loss became nan at step ")[1].split("\n")[0])
     saves = [path.name for path in Path("out/checkpoints").iterdir()]
     assert 1 < step <= 6 and saves == [f"step-{step - 1:08d}.safetensors"]
-    assert "Traceback" not in said and "hint: the last save is good" in said
+    assert "Traceback" not in said and "hint: the last checkpoint is good" in said
     assert main(["train", "toy.toml", "--run.steps", "6", "--run.resume", "auto"]) == 0
 
 

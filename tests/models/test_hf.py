@@ -329,7 +329,7 @@ def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tm
 def test_a_model_is_opened_by_its_name_its_folder_or_the_callable_that_builds_it(pretrained, tmp_path):
     """What a teacher or a drafter is given as: three forms of source, one function, random numbers untouched."""
     before = torch.get_rng_state()
-    built = open_model("shoestring.models.gpt:tiny", offered={"vocab_size": 280, "context": 16}, seed=3)
+    built = open_model("shoestring.models.gpt:tiny", from_data={"vocab_size": 280, "context": 16}, seed=3)
     assert torch.equal(torch.get_rng_state(), before) and not built.training
     save_model(built, None, tmp_path / "run" / "model", {"model": "", "arguments": {}, "offered": {"context": 16}})
     for folder in (tmp_path / "run", tmp_path / "run" / "model"):

@@ -7,7 +7,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import exported
+from shoestring.core.feature import export_weights
 from shoestring.optim import Clip
 from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE, attach, masks
 from shoestring.sparse.mvue import draw_key, mvue
@@ -54,7 +54,7 @@ def weights(job):
 
 def leaving(job):
     kept = {name: each.state.state_dict() for name, each in job.kept.items()}
-    return exported(job.features, weights(job), kept)
+    return export_weights(job.features, weights(job), kept)
 
 
 # -- S-STE ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import arranged, check_owners, ordered
+from shoestring.core.feature import arrange_mesh, check_owners, order_of_application
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
@@ -28,7 +28,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
         ConfigError: training would refuse the run before it allocates anything.
     """
     # Ranks as on one host; no process group is needed to check.
-    world = arranged(World(size=workers, local_size=workers), run.features)
+    world = arrange_mesh(World(size=workers, local_size=workers), run.features)
     completed = run.completed(world)
     yield completed.dump()
     told = model_arguments(run)
@@ -50,7 +50,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
             hint=f"use {max(1, micro) * readers * run.settings.accumulate}",
         )
     yield "order of application:"
-    for seam, feature in ordered(job.features):
+    for seam, feature in order_of_application(job.features):
         why = feature.explain(job)
         yield f"  {seam.name:6} {feature.name}{'  (' + why + ')' if why else ''}"
     yield from _memory(job, micro, run)

@@ -20,7 +20,7 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.commands.archive import Archive, FoundCheckpoint
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
-from shoestring.core.feature import Feature, exported
+from shoestring.core.feature import Feature, export_weights
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import hf, saving
 from shoestring.models.gpt import GPT
@@ -56,7 +56,7 @@ def export(archive: Archive, checkpoint: FoundCheckpoint, to: Path, way: Way) ->
 class Known:
     """What a run folder says of its model."""
 
-    made_by: Mapping[str, Any]
+    origin: Mapping[str, Any]
     tokenizer: Tokenizer | None
 
 
@@ -74,25 +74,25 @@ def known(archive: Archive) -> Known:
     path = archive.run / "tokenizer.json"
     tokenizer = load_tokenizer(path) if path.is_file() else None
     offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
-    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
+    origin = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
     if (archive.run / saving.PRETRAINED).is_dir():
-        made_by["model"] = f"{hf.PREFIX}{archive.run / saving.PRETRAINED}"
-    return Known(made_by, tokenizer)
+        origin["model"] = f"{hf.PREFIX}{archive.run / saving.PRETRAINED}"
+    return Known(origin, tokenizer)
 
 
 def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
     """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
     of = known(archive)
-    model = build_model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"], weights=False)
+    model = build_model(of.origin["model"], of.origin["arguments"], of.origin["offered"], weights=False)
     if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
-        raise CheckpointError(f"`{of.made_by['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
+        raise CheckpointError(f"`{of.origin['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
     state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"{content.source} does not fit `{of.made_by['model']}`: {reason}") from error
-    saving.save_model(model, of.tokenizer, to, of.made_by)
+        raise CheckpointError(f"{content.source} does not fit `{of.origin['model']}`: {reason}") from error
+    saving.save_model(model, of.tokenizer, to, of.origin)
 
 
 def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
@@ -101,7 +101,7 @@ def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     with suppress(ShoestringError):
         of = known(archive)
         with torch.device("meta"):
-            model = build_model(of.made_by["model"], of.made_by["arguments"], of.made_by["offered"])
+            model = build_model(of.origin["model"], of.origin["arguments"], of.origin["offered"])
         for name in _twins(model) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
@@ -110,9 +110,9 @@ def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     if model is not None and hf.is_pretrained(model):
         hf.save_config(model, to, saving.TRANSFORMERS)
     else:
-        write_atomic(to / "config.json", json.dumps(saving.marked(of.made_by), indent=2).encode())
+        write_atomic(to / "config.json", json.dumps(saving.config_of(of.origin), indent=2).encode())
     if of.tokenizer is not None:
-        saving.save_tokenizer(of.tokenizer, to, of.made_by)
+        saving.save_tokenizer(of.tokenizer, to, of.origin)
 
 
 def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:
@@ -122,7 +122,8 @@ def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stor
     if not changing:
         return _model(content)
     weights = {name: stored.read() for name, stored in _model(content).items()}
-    return {name: exports.held(name, weight) for name, weight in exported(changing, weights, _Kept(content)).items()}
+    exported = export_weights(changing, weights, _Kept(content))
+    return {name: exports.held(name, weight) for name, weight in exported.items()}
 
 
 @dataclass(frozen=True)

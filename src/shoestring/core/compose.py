@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Phase, Seam, arranged, check_owners, ordered
+from shoestring.core.feature import Feature, Phase, Seam, arrange_mesh, check_owners, order_of_application
 from shoestring.core.job import Job
 from shoestring.core.task import Params
 
@@ -24,13 +24,13 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
         ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
     """
     _check_features(features)
-    job.world = arranged(job.world, features)
+    job.world = arrange_mesh(job.world, features)
     features = tuple(feature.resolve(job.world) for feature in features)
     check_owners(features)
     _check_replicas(job, features)
     job.features = features
     if isinstance(job.optimizer, Optimizer):
-        job.optimizer = _following(job.optimizer, job)
+        job.optimizer = _factory_of(job.optimizer, job)
     if not job.parameters:
         raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
     for feature in features:
@@ -81,7 +81,7 @@ def _apply_all(job: Job) -> None:
     6. OPTIM: the optimizer is built over what SHARD left to be stepped.
     7. STEP: hangs its phases on the optimizer, which must exist for that.
     """
-    pairs = ordered(job.features)
+    pairs = order_of_application(job.features)
     for seam in Seam:
         for of, feature in pairs:
             if of is seam:
@@ -130,14 +130,14 @@ def _before_forward(job: Job) -> Callable[[nn.Module, object], None]:
     return before
 
 
-def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
+def _factory_of(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
     """A factory that returns `optimizer` over what is trained then: `fully_shard` puts others in its place."""
     # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
     inner = getattr(optimizer, "optimizer", None)
     optimizer = inner if isinstance(inner, Optimizer) else optimizer
     names = {parameter: name for name, parameter in job.named().items()}
 
-    def followed(_: Params) -> Optimizer:
+    def over_trained(_: Params) -> Optimizer:
         now = job.named()
         for group in optimizer.param_groups:
             group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
@@ -145,4 +145,4 @@ def _following(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
             optimizer.add_param_group({"params": added})
         return optimizer
 
-    return followed
+    return over_trained

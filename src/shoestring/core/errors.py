@@ -2,7 +2,7 @@
 
     ShoestringError
     ├── ConfigError          the run file, a flag, or an argument is wrong
-    │   └── ConflictError    two features want the same thing
+    │   └── ConflictError    two features claim the same seam or resource
     ├── DataError            the corpus, a tokenizer or a token file is unusable
     ├── WorldError           processes, devices or links are not what was asked for
     │   └── PeerError        a rank or the way to it was lost while the ranks worked together
@@ -49,7 +49,7 @@ class ConfigError(ShoestringError):
 
 
 class ConflictError(ConfigError):
-    """Two features want the same thing; raised before anything is allocated."""
+    """Two features claim the same seam or resource; raised before anything is allocated."""
 
 
 class DataError(ShoestringError):

@@ -63,7 +63,7 @@ class Phase(IntEnum):
 class Saving:
     """One line of the report: how much of one scarce thing a feature used, against doing without the feature."""
 
-    unit: str  # what is saved, e.g. "bytes per step"
+    unit: str  # what is economised, e.g. "bytes per step"
     used: float
     without: float
     measured: bool  # False where it was computed from sizes
@@ -166,7 +166,7 @@ def area_of(kind: type[Feature]) -> str:
     return inside[0] if package == "shoestring" and inside else package
 
 
-def exported(
+def export_weights(
     features: Iterable[Feature], weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
     """The weights that leave a run, after each feature's `export`."""
@@ -175,7 +175,7 @@ def exported(
     return weights
 
 
-def arranged(world: World, features: Iterable[Feature]) -> World:
+def arrange_mesh(world: World, features: Iterable[Feature]) -> World:
     """The world with the mesh axes that the features add."""
     for feature in features:
         world = feature.arrange(world)
@@ -194,6 +194,6 @@ def check_owners(features: Sequence[Feature]) -> None:
                 raise ConflictError(f"`{one.name}` and `{other.name}` both own {where}", hint=hint)
 
 
-def ordered(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
+def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
     """Every (seam, feature) in the order of application; inside a seam the given order stands."""
     return sorted(((seam, feature) for feature in features for seam in feature.seams), key=lambda pair: pair[0])

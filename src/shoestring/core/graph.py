@@ -34,7 +34,7 @@ class Graph:
         if not (self.forward or self.joint):
             return backend
         if self.joint and backend not in ("inductor", "aot_eager"):
-            raise ConfigError(f"the backend `{backend}` has no joint graph, which a pass wants", hint="use inductor")
+            raise ConfigError(f"the backend `{backend}` builds no joint graph, which a pass needs", hint="use inductor")
 
         def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             graph = run_passes(self.forward, graph)

@@ -92,7 +92,7 @@ class Job:
         self.phases[phase].append(work)
 
     def keep(self, name: str, state: Stateful, *, across: Across = "same", merge: Merge | None = None) -> None:
-        """Say what must survive a restart.
+        """Keep state across restarts: checkpoints hold it.
 
         Args:
             across: whether ranks hold "same" state, a "shard" each of one state, or their "own".
@@ -158,7 +158,7 @@ class Job:
     # -- what features use: one owner each ---------------------------------------------------------------------------
 
     def own(self, what: str, seam: Seam) -> None:
-        """Note the feature that is being attached as the one owner of `what`, which belongs to `seam`.
+        """Record the feature that is being attached as the one owner of `what`, which belongs to `seam`.
 
         Raises:
             ConflictError: another feature owns it. ConfigError: the feature is not being attached at that seam.
@@ -336,7 +336,7 @@ class Job:
             self.model.train(training)
 
     def verify(self) -> None:
-        """Count the newest step; NonFiniteError if its loss was not finite. For saves and the end: it waits."""
+        """Count the newest step; NonFiniteError if its loss was not finite. It waits for the device."""
         self._step.verify()
 
     def stop(self) -> None:
@@ -349,7 +349,7 @@ class Job:
         return self.stopping or self.progress.done
 
     def finish(self) -> None:
-        """Make the step just done the last one, so that features save it; nothing where it was. A collective."""
+        """Make the step just done the last one, so that features save it; no effect if it was already. A collective."""
         if self.progress.step and not self.done:
             self.stopping = True
             self._step.run(Phase.CAPTURE)

@@ -64,7 +64,7 @@ class Progress:
         self.position += self.gain
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers; what is not read yet is saved as the tensor that it is, so that no save waits for it."""
+        """The numbers; what is not read yet is saved as the tensor that it is, so that no checkpoint waits for it."""
         state = {name: value for name, value in vars(self).items() if name != "unread"}
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
@@ -116,7 +116,7 @@ class OptimizerState:
     """An optimizer's state under the names of its parameters, so that it fits any sharding.
 
     Learning rates and the like are settings, not state: after loading they are those of the present run, so that a
-    run can go on with others.
+    run can continue with others.
 
     Args:
         named: () -> name of a parameter -> the tensor that the optimizer steps for it.
@@ -131,9 +131,9 @@ class OptimizerState:
         self._lay_out()
         names = {tensor: name for name, tensor in self.named().items()}
         numbered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-        found = self.optimizer.state_dict()
-        groups = [group | {"params": [numbered[index] for index in group["params"]]} for group in found["param_groups"]]
-        return {"state": {numbered[index]: each for index, each in found["state"].items()}, "param_groups": groups}
+        raw = self.optimizer.state_dict()
+        groups = [group | {"params": [numbered[index] for index in group["params"]]} for group in raw["param_groups"]]
+        return {"state": {numbered[index]: values for index, values in raw["state"].items()}, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Host memory: one budget for all that take much of it, and which of them give it back first."""
+"""Host memory: one budget for all large users of it, and the order in which they give it back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 7 / 8  # of what is free while training takes the most
 
 
 class Order(IntEnum):
-    """Who gives memory back when it gets short: the last of these first, the first never."""
+    """Who gives memory back when it runs short: the last of these first, the first never."""
 
     REQUIRED = 0
     """What training cannot do without: offloaded state, the one copy that is written to disk from."""
@@ -25,11 +25,11 @@ class Order(IntEnum):
 
 @dataclass(eq=False)
 class HostMemory:
-    """What one rank may take of its host's memory beside what its process has anyway; for use from any thread.
+    """Leases of host memory that one rank may take in addition to what its process uses; thread-safe.
 
-    A lease is taken again before each use. Those of `Order.REQUIRED` are always granted; others where there is room
-    beside all of the same and of earlier orders. Who is refused keeps what it had until it has freed that memory and
-    gives it: it is in use until then.
+    A lease is taken again before each use. Leases of `Order.REQUIRED` are always granted; others if they fit into the
+    budget together with all leases of the same and of earlier orders. After a refusal the former lease stands, because
+    its memory is still in use, until the owner has freed it and calls `give`.
     """
 
     budget: float = math.inf
@@ -39,18 +39,18 @@ class HostMemory:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, free: float, ranks: int = 1) -> None:
-        """Set the budget, once in a run: this rank's share of most of what is free on a host of so many `ranks`.
+        """Set the budget, once in a run: this rank's share of 7/8 of the `free` bytes of a host with `ranks` ranks.
 
-        What has been leased by now is in use, and so not free: it comes on top.
+        What has been leased before is in use and therefore not free: it is added.
         """
         with self._lock:
             if self.budget == math.inf:
                 self.budget = _MOST * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
     def take(self, name: str, nbytes: int, order: Order = Order.REQUIRED) -> bool:
-        """Lease so many bytes in place of what `name` has; whether they were granted. A refusal changes nothing."""
+        """Lease `nbytes` in place of the lease that `name` has; True if granted. A refusal changes nothing."""
         with self._lock:
-            firm = sum(taken for of, (taken, kind) in self.leases.items() if of != name and kind <= order)
+            firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= order)
             if granted := order is Order.REQUIRED or firm + nbytes <= self.budget:
                 self.leases[name] = nbytes, order
             return granted
@@ -64,7 +64,7 @@ class HostMemory:
         return self.described()
 
     def described(self, but: str = "") -> str:
-        """The budget and who has what of it, except the lease `but`."""
+        """The budget and its leases, except the lease `but`."""
         leases = ((name, nbytes) for name, (nbytes, _) in self.leases.items() if name != but)
         taken = ", ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in leases)
         return f"{self.budget / 1e6:.0f} MB ({taken or 'nothing'} taken)"

@@ -132,7 +132,7 @@ class Step:
             job.built_optimizer.zero_grad(set_to_none=True)
             at = f"at step {job.progress.step + 1 - (ready is not sums)}"
             said = f"the loss became {loss} {at}"
-            hint = "the last save is good; resume with a lower learning rate or with [optim.clip]"
+            hint = "the last checkpoint is good; resume with a lower learning rate or with [optim.clip]"
             if not count:
                 said, hint = f"there is no loss {at}: none of its targets count", ""
             job.refuse(NonFiniteError(said, hint=hint))

@@ -25,7 +25,7 @@ _listeners: list[Listener] = []
 
 
 class Span(NamedTuple):
-    """One piece of work: `start` and `stop` in seconds since the trace's origin."""
+    """One timed section: `start` and `stop` in seconds since the trace's origin."""
 
     name: str
     kind: Kind
@@ -104,7 +104,7 @@ class Trace:
         return sum(total.seconds for (_, of), total in self.totals.items() if of == kind)
 
     def snapshot(self) -> tuple[list[Span], dict[tuple[str, Kind], Total]]:
-        """Spans and totals as they are now, while other threads go on recording."""
+        """Spans and totals as they are now, while other threads continue to record."""
         with self._lock:
             return list(self.spans), {key: replace(total) for key, total in self.totals.items()}
 
@@ -119,7 +119,7 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every span in this process; spans may nest, and what it does is not part of their time."""
+    """Call `listener` at both ends of every span in this process, outside of its time. Spans may nest."""
     _listeners.append(listener)
     try:
         yield
@@ -130,7 +130,7 @@ def listening(listener: Listener) -> Iterator[None]:
 class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute"):`)
     """Marks the work inside a `with` block; `nbytes` may be set while it runs."""
 
-    __slots__ = ("_told", "began", "kind", "name", "nbytes")
+    __slots__ = ("_notified", "began", "kind", "name", "nbytes")
 
     def __init__(self, name: str, kind: Kind, nbytes: int = 0) -> None:
         self.name = name
@@ -138,10 +138,10 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
         self.nbytes = nbytes
 
     def __enter__(self) -> Self:
-        self._told = None
+        self._notified = None
         if _listeners:
-            self._told = tuple(_listeners)
-            for listener in self._told:
+            self._notified = tuple(_listeners)
+            for listener in self._notified:
                 listener.begin(self)
         self.began = time.perf_counter()
         return self
@@ -151,7 +151,7 @@ class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute
             ended = time.perf_counter()
             for trace in _open:
                 trace.record(self.name, self.kind, self.began, ended, self.nbytes)
-        if self._told:
-            for listener in reversed(self._told):
+        if self._notified:
+            for listener in reversed(self._notified):
                 if listener in _listeners:
                     listener.end(self)

@@ -42,9 +42,8 @@ class World:
     """What this rank may take of its host's."""
     layout: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Size of each mesh axis, the slowest first; empty for hosts x ranks of a host. `split` adds axes."""
-    _made: dict[Any, Any] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )  # what is made once: splits, meshes
+    # Splits and meshes that were made already.
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.layout and math.prod(self.layout.values()) != self.size:
@@ -90,12 +89,12 @@ class World:
             return self
         if size < 1 or self.axes.get(axis, 1) % size:
             raise WorldError(f"the {self.axes.get(axis, 1)} ranks over {axis} do not divide into {added} of {size}")
-        if (axis, added, size) not in self._made:
+        if (axis, added, size) not in self._cache:
             layout = {}
             for name, ranks in self.axes.items():
                 layout |= {name: ranks // size, added: size} if name == axis else {name: ranks}
-            self._made[axis, added, size] = replace(self, layout=layout)
-        return self._made[axis, added, size]
+            self._cache[axis, added, size] = replace(self, layout=layout)
+        return self._cache[axis, added, size]
 
     def ranks_over(self, axes: Collection[str]) -> int:
         """How many ranks the mesh has along `axes`; an axis that it does not have has one."""
@@ -126,10 +125,10 @@ class World:
         if self.ranks_over(axes) == 1:
             return None
         several = tuple(axis for axis, size in self.axes.items() if axis in axes and size > 1)
-        if several not in self._made:
+        if several not in self._cache:
             assert self.mesh is not None
-            self._made[several] = flattened(self.mesh, several)
-        return self._made[several]
+            self._cache[several] = flattened(self.mesh, several)
+        return self._cache[several]
 
     def group(self, axes: Collection[str]) -> dist.ProcessGroup | None:
         """The process group along `axes`; see `mesh_over`."""

@@ -30,12 +30,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _CACHING = "_shoestring_use_cache"
 
 
-def build(name: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], *, weights: bool = True) -> nn.Module:
+def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any], *, weights: bool = True) -> nn.Module:
     """The model with its weights, in float32 unless `arguments` has another `dtype`.
 
     Args:
         name: without `hf:`. arguments: entries of config.json to change, `dtype` and `attn_implementation`.
-        offered: what the data needs, `vocab_size` and `context`.
+        from_data: what the data needs, `vocab_size` and `context`.
         weights: False draws them, as does a default device of `meta`, where there are none.
 
     Raises:
@@ -58,7 +58,7 @@ def build(name: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], *
         model = _named(name, lambda: make(config, dtype=getattr(torch, dtype), **attention))
     setattr(model, _CACHING, caching)
     if not on_meta:
-        _check_fits(name, config.get_text_config(), offered)
+        _check_fits(name, config.get_text_config(), from_data)
     return model
 
 
@@ -163,16 +163,16 @@ def _loaded(name: str, **arguments: Any) -> nn.Module:
     return model
 
 
-def _check_fits(name: str, config: Any, offered: Mapping[str, Any]) -> None:
+def _check_fits(name: str, config: Any, from_data: Mapping[str, Any]) -> None:
     vocabulary, context = (getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings"))
-    if vocabulary and offered.get("vocab_size", 0) > vocabulary:
+    if vocabulary and from_data.get("vocab_size", 0) > vocabulary:
         raise ConfigError(
-            f"`hf:{name}` knows {vocabulary} tokens, fewer than the {offered['vocab_size']} of the data",
+            f"`hf:{name}` knows {vocabulary} tokens, fewer than the {from_data['vocab_size']} of the data",
             hint="use the tokenizer that the model was made with",
         )
-    if context and offered.get("context", 0) > context:
+    if context and from_data.get("context", 0) > context:
         raise ConfigError(
-            f"`hf:{name}` reads {context} tokens, fewer than the {offered['context']} of a sample",
+            f"`hf:{name}` reads {context} tokens, fewer than the {from_data['context']} of a sample",
             hint=f"set data.sequence to at most {context}",
         )
 

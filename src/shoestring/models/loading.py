@@ -22,7 +22,7 @@ from shoestring.naming import resolve
 
 
 def open_model(
-    source: str, arguments: Mapping[str, Any] | None = None, offered: Mapping[str, Any] | None = None, seed: int = 0
+    source: str, arguments: Mapping[str, Any] | None = None, from_data: Mapping[str, Any] | None = None, seed: int = 0
 ) -> nn.Module:
     """A model in evaluation mode, by the name that a user gives: of a teacher, a drafter, a base of adapters.
 
@@ -30,7 +30,7 @@ def open_model(
         source: `hf:NAME`, the folder of a run or of a model, or `package.module:callable`, whose weights are drawn
             from `seed`; random numbers elsewhere stay as they are.
         arguments: of the callable, or entries of config.json of an `hf:` model; a folder takes none.
-        offered: what the data needs, `vocab_size` and `context`.
+        from_data: what the data needs, `vocab_size` and `context`.
 
     Raises:
         ConfigError: there is no such callable or `hf:` model, or it does not take these arguments.
@@ -38,16 +38,16 @@ def open_model(
     """
     if ":" in source:
         with torch.random.fork_rng(devices=[]):
-            return build_model(source, arguments or {}, offered or {}, seed).eval()
+            return build_model(source, arguments or {}, from_data or {}, seed).eval()
     if arguments:
         raise ConfigError(f"the model in `{source}` takes no arguments, got {', '.join(arguments)}")
     return load_model(source)[0]
 
 
 def build_model(
-    target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], seed: int = 0, *, weights: bool = True
+    target: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any], seed: int = 0, *, weights: bool = True
 ) -> nn.Module:
-    """Call `run.model` with [model]'s arguments, and with those of `offered` (vocab_size, context) that it takes.
+    """Call `run.model` with [model]'s arguments, and with those of `from_data` (vocab_size, context) that it takes.
 
     Args:
         weights: False where a state is loaded afterwards: the files of an `hf:` model are then not read.
@@ -57,10 +57,10 @@ def build_model(
     """
     torch.manual_seed(seed)
     if target.startswith(hf.PREFIX):
-        return hf.build(target.removeprefix(hf.PREFIX), arguments, offered, weights=weights)
+        return hf.build(target.removeprefix(hf.PREFIX), arguments, from_data, weights=weights)
     build = resolve(target, "run.model")
     accepted = _accepted(build)
-    given = {name: value for name, value in offered.items() if accepted is None or name in accepted} | dict(arguments)
+    given = {name: value for name, value in from_data.items() if accepted is None or name in accepted} | dict(arguments)
     if accepted is not None:
         for name in given:
             if name not in accepted:
@@ -114,8 +114,8 @@ def _from_hub(name: str) -> tuple[nn.Module, Tokenizer | None]:
 
 
 def _from_module(folder: Path) -> nn.Module:
-    made_by = json.loads((folder / "config.json").read_text())[MARKER]
-    built = build_model(made_by["model"], made_by["arguments"], made_by["offered"])
+    origin = json.loads((folder / "config.json").read_text())[MARKER]
+    built = build_model(origin["model"], origin["arguments"], origin["offered"])
     try:
         load_weights(built, str(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:

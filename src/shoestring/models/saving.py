@@ -24,8 +24,8 @@ PRETRAINED = "pretrained"
 """The folder in a run's folder that holds the configuration of the `hf:` model it began with."""
 
 
-def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `made_by` says.
+def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, origin: Mapping[str, Any]) -> None:
+    """Write a model as safetensors and config.json: as transformers reads it where it can, else as `origin` says.
 
     An earlier model in the folder stays whole until this one is; what else is there stays.
     """
@@ -39,9 +39,9 @@ def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, made
             own_format(new)
         else:
             _save_weights(built, new / "model.safetensors")
-            write_atomic(new / "config.json", json.dumps(marked(made_by), indent=2).encode())
+            write_atomic(new / "config.json", json.dumps(config_of(origin), indent=2).encode())
         if tokenizer is not None:
-            save_tokenizer(tokenizer, new, made_by)
+            save_tokenizer(tokenizer, new, origin)
         _carry_over(folder, new)
 
 
@@ -83,20 +83,20 @@ def _carry_over(former: Path, new: Path) -> None:
                 shutil.copy2(path, new / path.name, follow_symlinks=False)
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, made_by: Mapping[str, Any]) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, origin: Mapping[str, Any]) -> None:
     """Write a model's tokenizer to its folder; generation with transformers ends where a document does."""
-    tokenizer.save_pretrained(folder, made_by["offered"]["context"])
+    tokenizer.save_pretrained(folder, origin["offered"]["context"])
     if not (folder / "generation_config.json").exists():
         write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": tokenizer.end_of_text}).encode())
 
 
-def marked(made_by: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(origin: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of a model that its own module builds."""
-    return {MARKER: {"format": "module", **made_by}}
+    return {MARKER: {"format": "module", **origin}}
 
 
 def remember(target: str, folder: Path) -> None:
-    """Write to a run's `folder` what its saves need to become a model again wherever the folder is."""
+    """Write to a run's `folder` what its checkpoints need to become a model again wherever the folder is."""
     if target.startswith(hf.PREFIX):
         hf.remember(target.removeprefix(hf.PREFIX), folder / PRETRAINED)
 

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.compose import attach, compose
-from shoestring.core.feature import Feature, Seam
-from shoestring.core.feature import exported as leaving
+from shoestring.core.feature import Feature, Seam, export_weights
 from shoestring.core.job import Job
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.task import call_model, cross_entropy
@@ -138,7 +137,7 @@ def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str
             job.step(jobs.batch(number, world.rank, world.size))
         kept = {name: kept.state.state_dict() for name, kept in job.kept.items()}
         weights = {name: value.clone() for name, value in job.weights().items()}
-        weights = leaving(job.features, weights, kept)
+        weights = export_weights(job.features, weights, kept)
         trained = _held_out(job)
     plain = build(model)
     plain.load_state_dict(weights)

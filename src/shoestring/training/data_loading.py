@@ -35,7 +35,7 @@ class DataSets:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments that models may want to know from the data."""
+        """Arguments for models that follow from the data: `vocab_size` and `context`."""
         if self.corpus is None:
             return {}
         return {"vocab_size": self.corpus.vocab_size, "context": self.corpus.train.sequence}
@@ -62,7 +62,7 @@ def open_data(run: Run, world: World, folder: Path) -> DataSets:
 
 
 def model_arguments(run: Run) -> dict[str, Any]:
-    """What models will be told of the data, as far as that is known before it is prepared; nothing is downloaded.
+    """As `DataSets.model_arguments`, as far as that is known before the data is prepared; nothing is downloaded.
 
     Raises:
         ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot.

@@ -33,7 +33,7 @@ def writable(path: Path) -> Iterator[None]:
         if not reason or (isinstance(error, OSError) and error.errno not in numbers):
             raise
         raise CheckpointError(
-            f"cannot write in `{path}`: {reason}", hint="earlier saves are intact; free space, then resume"
+            f"cannot write in `{path}`: {reason}", hint="earlier checkpoints are intact; free space, then resume"
         ) from error
 
 
@@ -57,21 +57,21 @@ def stop_on_signals(job: Job) -> Iterator[None]:
 
     Features save at the end of that step. Every rank calls this, from its main thread. After a SIGINT, all signals take
     their usual course. SIGTERM never takes it: a batch system sends it to every process, and torchrun hands its own
-    on, so that a worker gets two or three within milliseconds. Whoever does not want to wait sends SIGKILL, as both do
+    on, so that a worker gets two or three within milliseconds. To end at once, send SIGKILL, as both do
     after a while.
     """
     poll = Poll(job)
     job.at(Phase.CLIP, poll.ask)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    told = False
+    asked = False
 
     def restore(*numbers: signal.Signals) -> None:
         for number in numbers:
             signal.signal(number, before[number])
 
     def stop(number: int, _: object) -> None:
-        nonlocal told
-        again, told = told, True
+        nonlocal asked
+        again, asked = asked, True
         if again:
             return
         job.stop()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shoestring import report
 from shoestring.core.errors import DataError
-from shoestring.core.feature import Feature, exported
+from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 from shoestring.data import baselines
@@ -141,7 +141,7 @@ def _device(job: Job) -> str:
 def close(
     job: Job, run: Run, data: DataSets, folder: Path, seconds: float, meter: Meter, evaluations: Evaluations
 ) -> Result:
-    """Evaluate, compare, sample, export and report; a collective. A stopped run is not evaluated: it is to go on."""
+    """Evaluate, compare, sample, export and report; a collective. A stopped run is to be resumed and not evaluated."""
     done = job.progress.done or evaluations.lost_patience
     status = "stopped" if job.stopping and not done else "finished"
     job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
@@ -191,15 +191,15 @@ def _baselines(job: Job, data: DataSets) -> dict[str, float]:
 
 def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None:
     """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective."""
-    made_by = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.model_arguments}
-    whole = _whole(job, made_by)
+    origin = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.model_arguments}
+    whole = _whole(job, origin)
     if whole is not None and job.world.first:
-        save_model(whole, data.corpus and data.corpus.tokenizer, folder, made_by)
+        save_model(whole, data.corpus and data.corpus.tokenizer, folder, origin)
     return whole
 
 
-def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
-    """The model that leaves the run, in one piece on the first rank: what the job's model computes with."""
+def _whole(job: Job, origin: dict[str, Any]) -> nn.Module | None:
+    """The model that leaves the run, whole on the first rank: what the job's model computes with."""
     state = job.weights()
     changing = [feature for feature in job.features if type(feature).export is not Feature.export]
     if not changing and not any(isinstance(value, DTensor) for value in state.values()):
@@ -212,8 +212,8 @@ def _whole(job: Job, made_by: dict[str, Any]) -> nn.Module | None:
     if not job.world.first:
         return None
     kept = {name: kept.state.state_dict() for name, kept in job.kept.items()} if changing else {}
-    whole = build_model(made_by["model"], made_by["arguments"], made_by["offered"], weights=False)
-    whole.load_state_dict(exported(changing, weights, kept))
+    whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False)
+    whole.load_state_dict(export_weights(changing, weights, kept))
     return whole
 
 

@@ -49,7 +49,7 @@ def train(
         sinks: get the metrics of each step on the first rank, beside those that `run.sinks` names. The run closes them;
             one that raises gets no more metrics.
         stop: asked on every rank before each step; once it is true on any, the run ends after that step, as after a
-            signal: with a last save, and to be resumed.
+            signal: with a last checkpoint, so that it can be resumed.
 
     Raises:
         ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
@@ -96,12 +96,14 @@ def _resume(job: Job, run: Run) -> int | None:
     if resume is False:
         return None
     if job.restore is None:
-        raise ConfigError("`run.resume` is set, but no feature saves", hint="add [checkpoint.plain]")
+        raise ConfigError("`run.resume` is set, but no feature writes checkpoints", hint="add [checkpoint.plain]")
     step = job.restore(resume if isinstance(resume, str) else "auto")
     if step is None and resume is True:
-        raise CheckpointError("`run.resume` is true, but there is no save", hint='"auto" starts where there is none')
+        raise CheckpointError(
+            "`run.resume` is true, but there is no checkpoint", hint='"auto" starts where there is none'
+        )
     if not run.settings.minutes:
-        job.progress.gain = 1.0  # of a run by the clock, which this one goes on from
+        job.progress.gain = 1.0  # of a run by the clock, which this one continues
     return step
 
 

@@ -19,7 +19,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 
-# What makes two runs the same one: with another of these, a save of the one means nothing to the other.
+# What makes two runs the same one: with another of these, a checkpoint of one run does not fit the other.
 IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("data",))
 
 
@@ -101,7 +101,8 @@ def _check(folder: Path, run: Run) -> None:
         return
     if run.settings.resume is False:
         raise ConfigError(
-            f"`{folder}` holds a run already", hint="add --run.resume auto to go on, or choose another --run.folder"
+            f"`{folder}` holds a run already",
+            hint="add --run.resume auto to continue it, or choose another --run.folder",
         )
     check_same(folder, run)
 

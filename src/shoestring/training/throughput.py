@@ -146,6 +146,8 @@ class Meter:
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
-            if self.job.progress.step > self._taken:  # a rank was lost while they agreed on a save of this very step
+            if (
+                self.job.progress.step > self._taken
+            ):  # a rank was lost while the ranks agreed on a checkpoint of this very step
                 self.step(torch.as_tensor(self.job.numbers["loss"]))
             self.flush()
