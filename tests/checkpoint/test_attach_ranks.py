@@ -32,6 +32,7 @@ def test_a_sharded_optimizer_resumes_on_as_many_ranks_and_on_others(pool, tmp_pa
     assert more["begun"] == alone["ended"]
 
 
+@pytest.mark.slow
 def test_factors_of_moments_resume_as_a_fresh_optimizer_would_make_them(pool, tmp_path):
     """They have other shapes than their parameters; whole beside a sharded gradient they would end the first step."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from shoestring.comm import DGC, Dense, PowerSGD, Quantize, TopK
 from shoestring.testing import FeatureSuite
 
@@ -16,6 +18,7 @@ class Codec(FeatureSuite):
     representative = False
 
 
+@pytest.mark.slow
 class TestDense(FeatureSuite):
     feature = Dense(parts=3, channels=2)
     representative = False
@@ -28,16 +31,19 @@ class TestPowerSGD(FeatureSuite):
     tolerance = 0.1
 
 
+@pytest.mark.slow
 class TestQuantize(Codec):
     feature = Quantize(bits=4, bucket=64, rounding="nearest", feedback=True)
     tolerance = 0.1
 
 
+@pytest.mark.slow
 class TestTopK(Codec):
     feature = TopK(density=0.1)
     tolerance = 0.5
 
 
+@pytest.mark.slow
 class TestDGC(FeatureSuite):
     feature = DGC(lr=0.2, density=0.2, warmup=10)
     exact_across_ranks = False
@@ -45,6 +51,7 @@ class TestDGC(FeatureSuite):
     tolerance = 0.5
 
 
+@pytest.mark.slow
 class TestSelection(Codec):
     feature = Dense(select="hypernetwork", budget_kb=3.0)
     tolerance = 0.5

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from shoestring.comm import DiLoCo, LocalSGD, SparseLoCo
 from shoestring.testing import FeatureSuite
 
 REPLICAS = {"parallel.fsdp": "both keep the models of all ranks together"}
 
 
+@pytest.mark.slow
 class TestLocalSGD(FeatureSuite):
     feature = LocalSGD(every=3, start=1)
     exact_across_ranks = False
@@ -24,6 +27,7 @@ class TestDiLoCo(FeatureSuite):
     clashes: ClassVar = REPLICAS
 
 
+@pytest.mark.slow
 class TestSparseLoCo(FeatureSuite):
     feature = SparseLoCo(every=3)
     exact_across_ranks = False

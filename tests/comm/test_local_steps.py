@@ -259,6 +259,7 @@ def test_a_host_of_two_ranks_is_one_replica(four: Pool, inside: Any) -> None:
     (FSDP(hosts="leave"), SparseLoCo(every=4, k=8, fragments=2, delay=1, outer_momentum=0.5)),
     (DDP(hosts="leave"), DiLoCo(every=4, codec="8bit")),
 ], ids=["fsdp", "ddp"])  # fmt: skip
+@pytest.mark.slow
 def test_hosts_go_on_bit_for_bit(four: Pool, tmp_path: Path, inside: Any, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path), "local": 2}
     through = train(four, Plain(every=1, keep=9), feature, inside, **arguments)

@@ -54,7 +54,14 @@ def test_every_script_of_a_page_is_run():
     assert found - OTHERS == set(SCRIPTS)
 
 
-@pytest.mark.parametrize(("name", "number", "size"), [(*key, size) for key, sizes in SCRIPTS.items() for size in sizes])
+@pytest.mark.parametrize(
+    ("name", "number", "size"),
+    [
+        pytest.param(*key, size, marks=() if key[0] == "README.md" else pytest.mark.slow)
+        for key, sizes in SCRIPTS.items()
+        for size in sizes
+    ],
+)
 def test_a_script_runs(tmp_path, monkeypatch, name, number, size):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"

@@ -12,8 +12,10 @@ from shoestring.core.world import World
 from shoestring.data.loader import Loader
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "accumulate"),
+    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 1), (0, 2), (1, 1)))],
+)
 def test_one_rank_goes_on_bit_for_bit(tmp_path, workers, accumulate):
     options = {"workers": workers, "accumulate": accumulate}
     through = scenarios.whole(World(), tmp_path / "through", {}, **options)

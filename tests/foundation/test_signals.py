@@ -50,7 +50,7 @@ def ended(process, timeout=120):
 
 
 @pytest.mark.parametrize("number", [
-    signal.SIGTERM,
+    pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, marks=pytest.mark.slow),
 ], ids=lambda number: number.name)  # fmt: skip
 def test_a_signal_ends_after_the_step_and_resume_goes_on(tmp_path, number):

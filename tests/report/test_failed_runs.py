@@ -133,6 +133,7 @@ def test_the_last_step_is_evaluated_once(run_file):
     assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(run_file):
     path = run_file("raises")
     done = trained(path, "--workers", "2")

@@ -1,5 +1,7 @@
 """Every way of sparse training under the conformance suite; the tiny model learns as well with half of its weights."""
 
+import pytest
+
 from shoestring.checkpoint import Tiered
 from shoestring.comm import BF16
 from shoestring.graph import Compile
@@ -20,6 +22,7 @@ class TestTSRSTE(FeatureSuite):
     tolerance = 0.1
 
 
+@pytest.mark.slow
 class TestCalibrated(FeatureSuite):
     """The search for a decay factor, and the dense tail."""
 
@@ -28,12 +31,14 @@ class TestCalibrated(FeatureSuite):
     representative = False
 
 
+@pytest.mark.slow
 class TestSSTE(FeatureSuite):
     feature = SSTE(layers=LAYERS)
     tolerance = 0.1
     partners = (Autocast(dtype="bf16"), Recompute(), Compile(backend="eager"), FSDP(), BF16(), Clip(), Tiered())
 
 
+@pytest.mark.slow
 class TestDraws(FeatureSuite):
     """Gradients of outputs are drawn: ranks draw what one rank draws."""
 
@@ -41,6 +46,7 @@ class TestDraws(FeatureSuite):
     tolerance = 0.2
 
 
+@pytest.mark.slow
 class TestFP8(FeatureSuite):
     """Every rank has scales of its own inputs."""
 
@@ -50,12 +56,14 @@ class TestFP8(FeatureSuite):
     representative = False
 
 
+@pytest.mark.slow
 class TestSRSTE(FeatureSuite):
     feature = SRSTE(layers=LAYERS, decay=1e-3)
     tolerance = 0.1
     representative = False
 
 
+@pytest.mark.slow
 class TestSTE(FeatureSuite):
     feature = STE(layers=LAYERS, mask="greedy", refresh=3)
     tolerance = 0.1

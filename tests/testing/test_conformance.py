@@ -22,23 +22,27 @@ class TestClip(FeatureSuite):
     tolerance = 0.1
 
 
+@pytest.mark.slow
 class TestSchedule(FeatureSuite):
     feature = Schedule(warmup=2, shape="trapezoid", cooldown=0.3)
     tolerance = 0.05
     representative = False
 
 
+@pytest.mark.slow
 class TestAdamW(FeatureSuite):
     feature = AdamW(lr=2e-2)
     tolerance = 0.1
 
 
+@pytest.mark.slow
 class TestSGD(FeatureSuite):
     feature = SGD(lr=0.2, weight_decay=1e-4)
     tolerance = 0.1
     representative = False
 
 
+@pytest.mark.slow
 class TestDDP(FeatureSuite):
     feature = DDP(bucket_mb=0.01)
     representative = False  # every pair of others runs under it
@@ -65,6 +69,7 @@ class TestAutocast(FeatureSuite):
     exact_across_ranks = False
 
 
+@pytest.mark.slow
 class TestPlain(FeatureSuite):
     feature = Plain(every=2)
     representative = False
@@ -89,6 +94,7 @@ class TestCompile(FeatureSuite):
         super().test_resumes_on_other_ranks(case)
 
 
+@pytest.mark.slow
 class TestAtLoss(FeatureSuite):
     feature = at_loss.Scaled()
     tolerance = 0.1

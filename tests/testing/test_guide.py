@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import shoestring
 from shoestring.testing import CLAUSES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "write-a-feature.md"
 
 
+@pytest.mark.slow
 def test_the_guides_feature_passes_the_suite(tmp_path: Path) -> None:
     feature, test = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (tmp_path / "noise.py").write_text(feature)

@@ -10,7 +10,7 @@ from shoestring.testing.slurm import PATIENCE, slurm, slurm_available
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "slurm.sbatch"
 REASON = slurm_available()
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 @pytest.fixture
