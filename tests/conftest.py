@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shoestring.testing import FeatureSuite
-
 # The same examples at every run; how long drawing them takes says something of the machine, not of what is tested.
 settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
@@ -20,22 +18,14 @@ settings.load_profile("same")
 
 def pytest_configure(config):
     """Hide GPUs from all tests but those that need one (`-m gpu`): the others count on a CPU, and on several ranks."""
-    config.addinivalue_line("markers", "xdist_group(name): tests of one name run on one worker")  # also without xdist
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items):
-    """What runs beside what with several workers (`-n 2 --dist loadgroup`): tests of one file share its fixtures and
-    one conformance suite its pool, so each stays on one worker; virtual hosts and Slurm have the machine to themselves.
-    """
-    for item in items:
-        if " at 0x" in item.name:
-            raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
-        suite = item.cls if item.cls is not None and issubclass(item.cls, FeatureSuite) else None
-        alone = item.get_closest_marker("netlab") or item.get_closest_marker("slurm")
-        group = "machine" if alone else f"{item.path}:{suite.__name__ if suite else ''}"
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_itemcollected(item):
+    """Several workers have to collect the same names."""
+    if " at 0x" in item.name:
+        raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
 
 
 def pytest_sessionstart(session):

@@ -91,6 +91,7 @@ def test_the_sink_of_the_guide_writes_losses(tmp_path):
     assert (tmp_path / "losses.txt").read_text() == "1 2.5000\n"
 
 
+@pytest.mark.slow
 def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_path):
     """As printed for the check; for the run with a smaller model, fewer steps and an early end."""
     write_texts(tmp_path / "texts")

@@ -82,6 +82,7 @@ rank = 2
 """
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_the_loss_is_that_of_an_undisturbed_run(tmp_path):
     losses = {}
     for name, disturbed in (("quiet", False), ("killed", True)):

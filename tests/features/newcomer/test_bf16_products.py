@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 import torch
 
 import shoestring as ss
@@ -10,6 +11,7 @@ from shoestring.testing.jobs import batch, sgd, tiny
 from tests.features.newcomer.bf16_products import BF16Products
 
 
+@pytest.mark.slow
 class TestBF16Products(FeatureSuite):
     feature = BF16Products()
     partners: ClassVar = (*FeatureSuite.partners, ss.graph.Compile(), ss.comm.PowerSGD(rank=1))

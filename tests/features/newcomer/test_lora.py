@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 import torch
 
 import shoestring as ss
@@ -10,6 +11,7 @@ from shoestring.testing.jobs import batch, sgd, tiny
 from tests.features.newcomer.lora import LoRA
 
 
+@pytest.mark.slow
 class TestLoRA(FeatureSuite):
     feature = LoRA(rank=8)
     tolerance = 1.0
