@@ -1,7 +1,7 @@
 # make train: trains a small language model on this machine, in about five minutes after installation.
 # make test:  runs the quick tests, on two workers: a file of tests on one of them, so that its fixtures are made once.
 # make test-slow: those that kill runs, lose hosts or train for long.
-# make check: lint, types, layers, sizes, help texts.  make bench: the quick benchmarks.
+# make check: lint, types, layers, sizes, names, help texts.  make bench: the quick benchmarks.
 # make gpu:   on a machine with a GPU, the tests and bars that need one.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,6 +30,7 @@ rules:
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
+	$(BIN)/python -m tools.names
 	$(BIN)/python -m tools.help_texts
 	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m benchmarks.evidence --check

@@ -13,29 +13,29 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, main
 from benchmarks.rows import RESULTS
 from shoestring.core.errors import WorldError
 from shoestring.testing.netlab import Lab, Program, netlab, netlab_available
-from shoestring.testing.netlab.trial import Trial, difference, killed, replaced, undisturbed
+from shoestring.testing.netlab.lab_run import LabRun, difference, killed, replaced, undisturbed
 
 ROUNDS = 20
 CLOSE = 1e-6  # how far a loss may be off, relatively; in fact they are equal bit for bit
 
 
-def share(scenario: Callable[[Lab, Trial, str], Program], rounds: int, deadline: Deadline) -> Measured | NotRun:
+def share(scenario: Callable[[Lab, LabRun, str], Program], rounds: int, deadline: Deadline) -> Measured | NotRun:
     """The share of the rounds that end with the losses of two local ranks to which nothing happened."""
     if reason := netlab_available():
         return NotRun(reason)
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial.prepare(Path(folder))
-        expected = trial.local("local")
+        lab_run = LabRun.prepare(Path(folder))
+        expected = lab_run.local("local")
         good, worst = 0, 0.0
         for number in range(rounds):
             deadline.check()
             name = f"round-{number}"
             try:
-                with netlab(hosts=2, rate="100mbit", shared=trial.shared) as lab:
-                    scenario(lab, trial, name)
+                with netlab(hosts=2, rate="100mbit", shared=lab_run.shared) as lab:
+                    scenario(lab, lab_run, name)
             except (WorldError, RuntimeError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
-            off = difference(expected, trial.losses(name))
+            off = difference(expected, lab_run.losses(name))
             good, worst = good + (off <= CLOSE), max(worst, off)
     return Measured(good / rounds, f"{good} of {rounds} rounds; worst relative difference of a loss {worst:.1g}")
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness import Bar, Measured, NotRun, main
-from shoestring.testing.netlab.trial import Trial, difference
+from shoestring.testing.netlab.lab_run import LabRun, difference
 from shoestring.testing.slurm import slurm, slurm_available
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "slurm.sbatch"
@@ -18,12 +18,12 @@ def trained() -> float | Measured | NotRun:
     if reason := slurm_available():
         return NotRun(reason)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        trial = Trial.prepare(Path(one))
-        expected = trial.local("local", workers=1)
+        lab_run = LabRun.prepare(Path(one))
+        expected = lab_run.local("local", workers=1)
         with slurm(Path(other)) as lab:
-            job = lab.submit(SCRIPT, trial.run, "--run.folder", str(trial.shared / "job"))
+            job = lab.submit(SCRIPT, lab_run.run, "--run.folder", str(lab_run.shared / "job"))
             state = lab.wait(job)
-        off = difference(expected, trial.losses("job"))
+        off = difference(expected, lab_run.losses("job"))
     return Measured(float(state == "COMPLETED" and off == 0), f"{state}, relative difference of the losses {off:g}")
 
 

@@ -11,7 +11,7 @@ from shoestring.settings import describe, help_texts, structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ExampleTable:
     """Settings of every type that a run file has."""
 
     steps: int = 1
@@ -29,10 +29,10 @@ class Table:
 
 def test_values_of_the_right_types():
     table = {"steps": 3, "rate": 2, "name": "x", "on": True, "pair": [1, 2.5], "many": ["a", "b"], "either": "auto"}
-    made = structure(table, Table, "area.table", "run.toml")
-    assert made == Table(steps=3, rate=2.0, name="x", on=True, pair=(1.0, 2.5), many=("a", "b"), either="auto")
+    made = structure(table, ExampleTable, "area.table", "run.toml")
+    assert made == ExampleTable(steps=3, rate=2.0, name="x", on=True, pair=(1.0, 2.5), many=("a", "b"), either="auto")
     assert type(made.rate) is float and type(made.pair[0]) is float
-    assert structure({}, Table, "t", "f") == Table()
+    assert structure({}, ExampleTable, "t", "f") == ExampleTable()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_values_of_the_right_types():
 )
 def test_each_message(table, message, hint):
     with pytest.raises(ConfigError) as caught:
-        structure(table, Table, "area.table", "run.toml")
+        structure(table, ExampleTable, "area.table", "run.toml")
     assert message in str(caught.value)
     assert caught.value.hint == hint
     assert "\n" not in str(caught.value)
@@ -73,7 +73,7 @@ def test_types_in_words():
 
 
 def test_help_is_the_string_under_a_field():
-    assert help_texts(Table) == {"steps": "How many.", "rate": "How fast, over two lines."}
+    assert help_texts(ExampleTable) == {"steps": "How many.", "rate": "How fast, over two lines."}
 
 
 @pytest.mark.parametrize(

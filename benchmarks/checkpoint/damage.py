@@ -27,7 +27,7 @@ from shoestring.checkpoint.tiers.disk import MANIFEST, checked
 from shoestring.checkpoint.tiers.peer_copies import sets
 from shoestring.checkpoint.tiers.slots import SEAL, sealed
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import PAGE, STEPS, Setting, Trainee
+from shoestring.testing.checkpointing.known import PAGE, STEPS, RunSetup, Trainee
 from shoestring.testing.pool import Pool
 
 CORRUPTIONS = 10_000
@@ -63,7 +63,7 @@ class Place:
         return self.record.name != MANIFEST
 
 
-def places(setting: Setting) -> list[Place]:
+def places(setting: RunSetup) -> list[Place]:
     """All that an undamaged run has left."""
     found = []
     for host in range(setting.hosts):
@@ -81,14 +81,14 @@ def _place(path: Path, hosts: tuple[int, ...]) -> Place:
     return Place(record.checkpoint.step, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
 
 
-def expected(setting: Setting, there: Sequence[Place], hurt: set[Path]) -> int | None:
+def expected(setting: RunSetup, there: Sequence[Place], hurt: set[Path]) -> int | None:
     """The newest step of which every byte can still be had; None where there is none."""
     left = [place for place in there if place.record not in hurt and place.record.exists()]
     steps = sorted({place.step for place in left}, reverse=True)
     return next((step for step in steps if _whole(setting, [p for p in left if p.step == step], hurt)), None)
 
 
-def _whole(setting: Setting, left: Sequence[Place], hurt: set[Path]) -> bool:
+def _whole(setting: RunSetup, left: Sequence[Place], hurt: set[Path]) -> bool:
     def having(part: str) -> set[int]:
         return {host for p in left if part in p.parts and p.parts[part] not in hurt for host in p.hosts}
 
@@ -261,7 +261,7 @@ def found(path: Path, there: Sequence[Place]) -> bool:
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
-def prepare(setting: Setting, trainee: Trainee) -> None:
+def prepare(setting: RunSetup, trainee: Trainee) -> None:
     """Train, and keep what was left; files in memory are cut to what is in them, for they are copied very often."""
     trainee.train(STEPS)
     dist.barrier()
@@ -274,7 +274,7 @@ def prepare(setting: Setting, trainee: Trainee) -> None:
     dist.barrier()
 
 
-def strike(setting: Setting, seed: str) -> tuple[str, int | None, list[str]]:
+def strike(setting: RunSetup, seed: str) -> tuple[str, int | None, list[str]]:
     """Put everything back, lose and damage something: what, the step that must be restored, and what went unseen."""
     draw = random.Random(seed)
     now = setting.place / "now"
@@ -300,7 +300,7 @@ def strike(setting: Setting, seed: str) -> tuple[str, int | None, list[str]]:
 def trials(setting: Mapping[str, Any], first: int, count: int) -> list[str]:
     """A scenario: strike and restore so many times; what was not as it should be, one line each."""
     logging.getLogger("shoestring").setLevel(logging.CRITICAL)
-    chosen = Setting(**setting)
+    chosen = RunSetup(**setting)
     trainee, wrong = Trainee.of(chosen), []
     checkpointer = trainee.checkpointer
     try:
@@ -319,7 +319,7 @@ def trials(setting: Mapping[str, Any], first: int, count: int) -> list[str]:
 
 
 def corrupted(
-    setting: Setting, count: int, first: int = 0, *, pool: Pool, scenario: Callable[..., list[str]] = trials
+    setting: RunSetup, count: int, first: int = 0, *, pool: Pool, scenario: Callable[..., list[str]] = trials
 ) -> Iterator[tuple[int, list[str]]]:
     """Trials of one setting; after each batch the number of those done, and what was wrong."""
     for start in range(first, count, BATCH):
@@ -336,7 +336,7 @@ def everything(cache: Path | None, total: int, deadline: Deadline) -> Measured:
         notes = (cache or Path(aside)) / "damage.json"
         done: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {"done": {}, "wrong": []}
         for number, chosen in enumerate(SETTINGS):
-            setting = Setting(folder=str(Path(aside) / str(number)), **chosen)
+            setting = RunSetup(folder=str(Path(aside) / str(number)), **chosen)
             share = total // len(SETTINGS) + (number < total % len(SETTINGS))
             with Pool(setting.ranks, timeout=600) as pool:
                 for count, wrong in corrupted(setting, share, done["done"].get(str(number), 0), pool=pool):

@@ -21,7 +21,7 @@ from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint.tiers.disk import checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import Setting, Trainee
+from shoestring.testing.checkpointing.known import RunSetup, Trainee
 from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.checkpointing.trainee import kind_of
 from shoestring.testing.pool import Pool
@@ -76,7 +76,7 @@ class Outcome:
     wrong: list[str]
 
 
-def survived(setting: Setting, fault: Fault | None) -> Outcome:
+def survived(setting: RunSetup, fault: Fault | None) -> Outcome:
     """Train under a fault, then restore; a collective of the ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     files = Failing(fault=fault if fault and fault.rank == rank else None)
@@ -136,7 +136,7 @@ def _intact(folder: Path, safe: int) -> Iterator[str]:
         yield f"step {safe} was safe on disk: {error}"
 
 
-def _left(setting: Setting, rank: int) -> Iterator[str]:
+def _left(setting: RunSetup, rank: int) -> Iterator[str]:
     """Temporary files that are still there after a good save."""
     dist.barrier()
     folders = [setting.disk(0), *map(setting.memory, range(setting.hosts))] if rank == 0 else []
@@ -164,7 +164,7 @@ def several(folder: str, faults: Sequence[Mapping[str, int] | None]) -> list[dic
     """A scenario: a run for each of the faults."""
     found = []
     for number, fault in enumerate(faults):
-        setting = Setting(folder=f"{folder}/{number}", ranks=dist.get_world_size(), peers_every=PEERS, disk_every=DISK)
+        setting = RunSetup(folder=f"{folder}/{number}", ranks=dist.get_world_size(), peers_every=PEERS, disk_every=DISK)
         found.append(asdict(survived(setting, Fault(**fault) if fault else None)))
         dist.barrier()
         if dist.get_rank() == 0:

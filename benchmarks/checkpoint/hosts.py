@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.testing.netlab import Lab, Program, netlab, netlab_available
-from shoestring.testing.netlab.trial import Trial
+from shoestring.testing.netlab.lab_run import LabRun
 
 HOSTS = 4
 STEPS = 24
@@ -38,13 +38,13 @@ disk_every = 0
 
 
 @dataclass(frozen=True)
-class Fleet(Trial):
+class Fleet(LabRun):
     """A sharded run on four hosts that saves to memory and peers only; every host has a disk of its own."""
 
     @classmethod
     def made(cls, folder: Path, dim: int = 32) -> Fleet:
         """Write the corpus and the run file."""
-        Trial.prepare(folder)
+        LabRun.prepare(folder)
         (folder / "run.toml").write_text(_RUN.format(corpus=folder / "corpus.txt", steps=STEPS, dim=dim))
         return cls(folder)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.testing.checkpointing.trainee import Story, Task, began, finished, fresh, run, safe
+from shoestring.testing.checkpointing.trainee import FaultyRun, RunOutcome, began, finished, fresh, run, safe
 
 MOST_STARTS = 40
 
@@ -26,7 +26,7 @@ class Outcome:
     """What was not as it should be, one line each."""
 
 
-def undisturbed(task: Task) -> Story:
+def undisturbed(task: FaultyRun) -> RunOutcome:
     """The run that nothing befalls.
 
     Raises:
@@ -37,7 +37,7 @@ def undisturbed(task: Task) -> Story:
     return finished(task)
 
 
-def at_points(task: Task, points: Sequence[str], expected: Story, draw: random.Random) -> Outcome:
+def at_points(task: FaultyRun, points: Sequence[str], expected: RunOutcome, draw: random.Random) -> Outcome:
     """Kill a rank at each of the named points, each in a run of its own that is then started again."""
     wrong, kills = [], 0
     for point in points:
@@ -49,7 +49,7 @@ def at_points(task: Task, points: Sequence[str], expected: Story, draw: random.R
     return Outcome(kills, tuple(wrong))
 
 
-def at_random(task: Task, kills: int, expected: Story, draw: random.Random) -> Outcome:
+def at_random(task: FaultyRun, kills: int, expected: RunOutcome, draw: random.Random) -> Outcome:
     """Kill ranks at random moments of the time that a run takes, and a little after it, until so many were killed."""
     wrong, done, starting = [], 0, time.perf_counter()
     undisturbed(task)
@@ -68,7 +68,7 @@ def at_random(task: Task, kills: int, expected: Story, draw: random.Random) -> O
     return Outcome(done, tuple(wrong))
 
 
-def again(task: Task, ended: bool, expected: Story, what: str, draw: random.Random) -> list[str]:
+def again(task: FaultyRun, ended: bool, expected: RunOutcome, what: str, draw: random.Random) -> list[str]:
     """Start a run again until it ends, and say what is wrong with how it did."""
     wrong: list[str] = []
     current = replace(task, point="", victim=-1)
@@ -80,13 +80,13 @@ def again(task: Task, ended: bool, expected: Story, what: str, draw: random.Rand
     return wrong + compared(current, expected, what)
 
 
-def checked(task: Task, before: int, what: str) -> list[str]:
+def checked(task: FaultyRun, before: int, what: str) -> list[str]:
     """Whether a start went on from no earlier step than had been said to be safe."""
     step = began(task)
     return [f"{what}: went on from step {step}, step {before} was safe"] if step is not None and step < before else []
 
 
-def compared(task: Task, expected: Story, what: str) -> list[str]:
+def compared(task: FaultyRun, expected: RunOutcome, what: str) -> list[str]:
     if not all((task.place / f"end-{rank}.json").exists() for rank in range(task.ranks)):
         return [f"{what}: it did not end"]
     return [] if finished(task).digests == expected.digests else [f"{what}: it ended with other bits"]
@@ -121,7 +121,7 @@ def in_batches(path: Path | None, kills: int, batch: Callable[[int], Outcome], d
 def forked(number: int) -> Outcome:
     """A batch of random kills, of ranks that are forked."""
     with TemporaryDirectory() as folder:
-        task = Task(folder=str(Path(folder) / "task"), under=("ddp", "fsdp")[number % 2])
+        task = FaultyRun(folder=str(Path(folder) / "task"), under=("ddp", "fsdp")[number % 2])
         return at_random(task, BATCH, undisturbed(task), random.Random(number))
 
 
@@ -131,7 +131,7 @@ def everywhere(_: Deadline) -> Measured:
     kills, points = 0, set[str]()
     for under in ("ddp", "fsdp"):
         with TemporaryDirectory() as folder:
-            task = Task(folder=str(Path(folder) / "task"), under=under)
+            task = FaultyRun(folder=str(Path(folder) / "task"), under=under)
             expected = undisturbed(task)
             outcome = at_points(task, sorted(expected.points), expected, random.Random(under))
         wrong, kills, points = [*wrong, *outcome.wrong], kills + outcome.kills, points | set(expected.points)

@@ -26,7 +26,7 @@ from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.kept import Progress
-from shoestring.testing.checkpointing.known import BETWEEN, PAGE, Known, build_checkpointer
+from shoestring.testing.checkpointing.known import BETWEEN, PAGE, KnownState, build_checkpointer
 from shoestring.testing.checkpointing.trainee import kind_of
 from shoestring.testing.pool import Pool
 
@@ -55,7 +55,7 @@ class Act:
         return f"{self.name}: {kind_of(Path(self.path))}"
 
 
-class Recorder(Files):
+class RecordingFiles(Files):
     """Notes every act below a folder."""
 
     def __init__(self, root: Path) -> None:
@@ -70,7 +70,7 @@ class Recorder(Files):
 
 
 @dataclass(frozen=True)
-class Story:
+class DiskHistory:
     """Saves that happened: the acts of all ranks in their order, and the files of each step's save."""
 
     acts: Sequence[Act]
@@ -83,7 +83,7 @@ class Story:
 def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:
     """A scenario: save, and tell what was done to the disk."""
     root, rank = Path(folder) / "disk", dist.get_rank() if ranks > 1 else 0
-    recorder = Recorder(root)
+    recorder = RecordingFiles(root)
     checkpointer, state, progress = build_checkpointer(root, rank, ranks, recorder)
     files = {}
     for step in range(1, saves * BETWEEN + 1):
@@ -100,7 +100,7 @@ def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:
     return {"acts": [[a.at, a.name, a.path, a.target, a.data.hex(), a.start] for a in recorder.acts], "files": files}
 
 
-def recorded(folder: Path, ranks: int, saves: int = SAVES) -> Story:
+def recorded(folder: Path, ranks: int, saves: int = SAVES) -> DiskHistory:
     """The story of some saves of so many ranks."""
     (folder / "disk").mkdir(parents=True)
     if ranks == 1:
@@ -114,7 +114,7 @@ def recorded(folder: Path, ranks: int, saves: int = SAVES) -> Story:
         for at, name, path, target, data, start in each["acts"]
     ]
     files = {int(step): {n: bytes.fromhex(d) for n, d in f.items()} for step, f in every[0]["files"].items()}
-    return Story(sorted(acts, key=lambda act: act.at), files)
+    return DiskHistory(sorted(acts, key=lambda act: act.at), files)
 
 
 # -- what a disk makes of it ------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _drawn(draw: random.Random, whole: set[int], index: int) -> bool:
 # -- checking ---------------------------------------------------------------------------------------------------------
 
 
-def replayed(story: Story, folder: Path, subsets: int = SUBSETS, restore: bool = False) -> Iterator[list[str]]:
+def replayed(story: DiskHistory, folder: Path, subsets: int = SUBSETS, restore: bool = False) -> Iterator[list[str]]:
     """Of each different state that a crash could leave, what is wrong with it, one line each.
 
     Args:
@@ -324,7 +324,7 @@ def put(folder: Path, files: Mapping[str, bytes | None]) -> None:
 
 
 def judged(
-    story: Story, disk: Path, committed: int, restorer: tuple[Checkpointer, Known, Progress] | None
+    story: DiskHistory, disk: Path, committed: int, restorer: tuple[Checkpointer, KnownState, Progress] | None
 ) -> Iterator[str]:
     """What is wrong with a disk, if `committed` is the newest step whose save was said to be safe."""
     saves, newest = disk / "run" / "saves", 0
@@ -348,7 +348,7 @@ def judged(
         yield from _restored(*restorer, newest)
 
 
-def _restored(checkpointer: Checkpointer, state: Known, progress: Progress, newest: int) -> Iterator[str]:
+def _restored(checkpointer: Checkpointer, state: KnownState, progress: Progress, newest: int) -> Iterator[str]:
     state.content, progress.step = state.make(0), 0
     step = resume(checkpointer, "auto") or 0
     good = {

@@ -28,7 +28,7 @@ from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.world import World
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
-from shoestring.testing.netlab.trial import environment
+from shoestring.testing.netlab.lab_run import environment
 
 HOSTS, LOST, RATE = 4, 2, "1gbit"
 TENSORS, LENGTH = 20, 1 << 20  # of float32: 84 MB a rank
@@ -72,7 +72,7 @@ def restore(how: str, out: Path) -> None:
         recovery = Recovery(checkpointer.kept, checkpointer.world, checkpointer.group)
         choice = next(recovery.choices(recovery.offers(checkpointer.folder.parent, None)))
         nbytes = next(o.entry.nbytes for o in choice.offers if o.part == f"private-{(LOST + 1) % HOSTS}")
-        plain = Plain(checkpointer.world, plan(how, nbytes))
+        plain = PlainTransfer(checkpointer.world, plan(how, nbytes))
         ours, theirs = [], []
         for _ in range(ROUNDS):
             slot = Slot(checkpointer.folder / "rebuilt", checkpointer.files)
@@ -126,7 +126,7 @@ def plan(how: str, nbytes: int) -> list[tuple[int, int, int]]:
     return [(source, target, segment) for source in left for target in (*left, LOST) if source != target]
 
 
-class Plain:
+class PlainTransfer:
     """Those bytes sent by gloo, all at once, between tensors that were used before."""
 
     def __init__(self, world: World, sends: list[tuple[int, int, int]]) -> None:

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoint.kills import Outcome, compared, in_batches
 from benchmarks.harness import Bar
-from shoestring.testing.checkpointing.trainee import Task, finished, fresh, gate, lines
-from shoestring.testing.netlab.trial import environment
+from shoestring.testing.checkpointing.trainee import FaultyRun, finished, fresh, gate, lines
+from shoestring.testing.netlab.lab_run import environment
 
 KILLS, BATCH = 100, 25
 MASS = 64 << 20  # bytes of state of a rank
@@ -33,7 +33,7 @@ PATIENCE = 240.0  # seconds for what takes a few, on a machine that is busy
 class Launch:
     """A run under torchrun, from its launch to its end."""
 
-    task: Task
+    task: FaultyRun
     agent: subprocess.Popen[bytes]
     open_gate: Callable[[], None]
     """Lets the ranks take their last step."""
@@ -78,7 +78,7 @@ class Launch:
 
 
 @contextmanager
-def launched(task: Task, restarts: int) -> Iterator[Launch]:
+def launched(task: FaultyRun, restarts: int) -> Iterator[Launch]:
     """Start a task under torchrun, before a gate; its agent is stopped at the end, and stops the ranks."""
     options = {
         "--nproc-per-node": task.ranks,
@@ -101,7 +101,7 @@ def launched(task: Task, restarts: int) -> Iterator[Launch]:
             agent.wait()
 
 
-def run(task: Task, kills: int, draw: random.Random) -> tuple[int, list[str]]:
+def run(task: FaultyRun, kills: int, draw: random.Random) -> tuple[int, list[str]]:
     """A run with up to so many kills, whose state in memory lies in a folder of its own: the kills, and what is wrong.
 
     Raises:
@@ -125,7 +125,7 @@ def run(task: Task, kills: int, draw: random.Random) -> tuple[int, list[str]]:
     return min(struck, starts - 1), wrong
 
 
-def went_back(task: Task) -> Iterator[str]:
+def went_back(task: FaultyRun) -> Iterator[str]:
     """The starts that went on from before what an earlier one had said to be safe."""
     said = [line for rank in range(task.ranks) for line in lines(task.place / f"safe-{rank}.jsonl")]
     for start, step in lines(task.place / "starts-0.jsonl"):
@@ -140,7 +140,7 @@ def batch(number: int, kills: int = BATCH) -> Outcome:
     under, local = ("ddp", "fsdp")[number % 2], (2, 1)[number // 2 % 2]
     wrong, done = list[str](), 0
     with TemporaryDirectory() as folder:
-        task = Task(folder=str(Path(folder) / "task"), under=under, local=local, mass=MASS, steps=STEPS)
+        task = FaultyRun(folder=str(Path(folder) / "task"), under=under, local=local, mass=MASS, steps=STEPS)
         _, failed = run(task, 0, draw)
         if failed:
             raise RuntimeError(f"the run that is not killed failed: {failed}")

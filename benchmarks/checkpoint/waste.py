@@ -23,7 +23,7 @@ NARROWING = (2.0, 1.35, 1.12)  # the factors by which each grid goes both ways f
 
 
 @dataclass(frozen=True)
-class Setting:
+class FailureSetting:
     """Levels whose rates are the reciprocal mean times between failures, steps of `step` seconds, a Weibull shape."""
 
     levels: tuple[Level, ...]
@@ -54,7 +54,7 @@ class Failures:
         return replace(self, levels=np.searchsorted(used, self.levels))
 
 
-def drawn(setting: Setting, events: int, runs: int, seed: int) -> Failures:
+def drawn(setting: FailureSetting, events: int, runs: int, seed: int) -> Failures:
     """So many failures of each of so many runs; each class is a renewal process of its own."""
     random, rates = np.random.default_rng(seed), np.array([level.rate for level in setting.levels])
     expected = events * rates / rates.sum()
@@ -128,30 +128,30 @@ def simulate(levels: Sequence[Level], step: float, every: np.ndarray, failures: 
 
 
 @dataclass(frozen=True)
-class Choice:
+class Intervals:
     """Which levels are used, and steps between saves of each of them."""
 
     used: tuple[int, ...]
     every: tuple[int, ...]
 
     @classmethod
-    def planned(cls, setting: Setting) -> Choice:
+    def planned(cls, setting: FailureSetting) -> Intervals:
         """Ours."""
         steps = plan(setting.levels, setting.step)
         used = tuple(index for index, level in enumerate(setting.levels) if level.name in steps)
         return cls(used, tuple(steps[setting.levels[index].name] for index in used))
 
-    def waste(self, setting: Setting, failures: Failures) -> np.ndarray:
+    def waste(self, setting: FailureSetting, failures: Failures) -> np.ndarray:
         """Of each run, (runs,)."""
         return _at(setting, self.used, np.array([self.every]), failures)[0]
 
 
-def _at(setting: Setting, used: Sequence[int], every: np.ndarray, failures: Failures) -> np.ndarray:
+def _at(setting: FailureSetting, used: Sequence[int], every: np.ndarray, failures: Failures) -> np.ndarray:
     levels = [setting.levels[index] for index in used]
     return simulate(levels, setting.step, every, failures.only(used))
 
 
-def optimum(setting: Setting, failures: Failures, check: Callable[[], None], points: int) -> Choice:
+def optimum(setting: FailureSetting, failures: Failures, check: Callable[[], None], points: int) -> Intervals:
     """The best choice: of all on the coarse grids of every selection of levels, then on ever finer ones around it."""
     highest = len(setting.levels) - 1
     selections = [(*low, highest) for number in range(highest + 1) for low in combinations(range(highest), number)]
@@ -165,24 +165,24 @@ def optimum(setting: Setting, failures: Failures, check: Callable[[], None], poi
 
 
 def _best(
-    setting: Setting, used: tuple[int, ...], grid: np.ndarray, failures: Failures, check: Callable[[], None]
-) -> tuple[float, Choice]:
+    setting: FailureSetting, used: tuple[int, ...], grid: np.ndarray, failures: Failures, check: Callable[[], None]
+) -> tuple[float, Intervals]:
     wastes: list[float] = []
     for part in np.array_split(grid, math.ceil(len(grid) / 128)):
         check()
         wastes += _at(setting, used, part, failures).mean(1).tolist()
     index = int(np.argmin(wastes))
-    return wastes[index], Choice(used, tuple(map(int, grid[index])))
+    return wastes[index], Intervals(used, tuple(map(int, grid[index])))
 
 
-def coarse(setting: Setting, used: Sequence[int]) -> np.ndarray:
+def coarse(setting: FailureSetting, used: Sequence[int]) -> np.ndarray:
     """Powers of four of a step that are allowed, up to the mean time between failures that the highest is there for."""
     longest = max(1, int(math.log(1 / setting.levels[-1].rate / setting.step, 4)))
     nests = product(range(longest + 1), repeat=len(used))
     return _allowed(setting, used, ([4**each for each in nest] for nest in nests if list(nest) == sorted(nest)))
 
 
-def around(setting: Setting, choice: Choice, factor: float, points: int) -> np.ndarray:
+def around(setting: FailureSetting, choice: Intervals, factor: float, points: int) -> np.ndarray:
     """Each interval as a multiple of the one below, up to `factor` times shorter and longer."""
     times = [one // other for other, one in pairwise((1, *choice.every))]
     scales = np.geomspace(1 / factor, factor, points)
@@ -190,7 +190,7 @@ def around(setting: Setting, choice: Choice, factor: float, points: int) -> np.n
     return _allowed(setting, choice.used, (np.cumprod(nest).tolist() for nest in product(*map(sorted, tried))))
 
 
-def _allowed(setting: Setting, used: Sequence[int], nests: Iterator[list[int]]) -> np.ndarray:
+def _allowed(setting: FailureSetting, used: Sequence[int], nests: Iterator[list[int]]) -> np.ndarray:
     """Those at which every save is over before the next of its level."""
     least = [setting.levels[index].duration / setting.step - 1e-9 for index in used]
     return np.array([nest for nest in nests if all(one >= other for one, other in zip(nest, least, strict=True))])
@@ -199,37 +199,39 @@ def _allowed(setting: Setting, used: Sequence[int], nests: Iterator[list[int]]) 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def cache(mean: float, shape: float = 1.0) -> Setting:
+def cache(mean: float, shape: float = 1.0) -> FailureSetting:
     """Own memory, a peer's, and disk; a failure every `mean` seconds: of 71, 60 take a process, 10 a host, 1 all."""
     rate = 1 / mean / 71
     memory = Level("memory", cost=0.05, duration=0.2, rate=60 * rate, restart=5.0)
     peer = Level("peer", cost=0.3, duration=4.0, rate=10 * rate, restart=20.0)
     disk = Level("disk", cost=2.0, duration=30.0, rate=rate, restart=60.0)
-    return Setting((memory, peer, disk), step=0.5, shape=shape)
+    return FailureSetting((memory, peer, disk), step=0.5, shape=shape)
 
 
-def two() -> Setting:
+def two() -> FailureSetting:
     """Two levels whose saves stop training."""
     memory = Level("memory", cost=0.5, duration=0.5, rate=1 / HOUR, restart=5.0)
-    return Setting((memory, Level("disk", cost=60.0, duration=60.0, rate=0.1 / HOUR, restart=120.0)), step=1.0)
+    return FailureSetting((memory, Level("disk", cost=60.0, duration=60.0, rate=0.1 / HOUR, restart=120.0)), step=1.0)
 
 
-def against_optimum(setting: Setting, sizes: Sizes, deadline: Deadline) -> Measured:
+def against_optimum(setting: FailureSetting, sizes: Sizes, deadline: Deadline) -> Measured:
     """The waste of our plan over that of the simulator's choice."""
     best = optimum(setting, drawn(setting, sizes.events, sizes.runs, seed=1), deadline.check, sizes.points)
-    return compared(setting, Choice.planned(setting), "ours", best, "the simulator's", sizes)
+    return compared(setting, Intervals.planned(setting), "ours", best, "the simulator's", sizes)
 
 
-def one_level(setting: Setting, sizes: Sizes, deadline: Deadline) -> Measured:
+def one_level(setting: FailureSetting, sizes: Sizes, deadline: Deadline) -> Measured:
     """The waste of the highest level alone, at the simulator's choice of its interval, over that of our plan."""
     rate = sum(level.rate for level in setting.levels)
     alone = replace(setting, levels=(replace(setting.levels[-1], rate=rate),))
     best = optimum(alone, drawn(alone, sizes.events, sizes.runs, seed=1), deadline.check, sizes.points)
-    only = Choice((len(setting.levels) - 1,), best.every)
-    return compared(setting, only, "one level", Choice.planned(setting), "ours", sizes)
+    only = Intervals((len(setting.levels) - 1,), best.every)
+    return compared(setting, only, "one level", Intervals.planned(setting), "ours", sizes)
 
 
-def compared(setting: Setting, mine: Choice, name: str, other: Choice, other_name: str, sizes: Sizes) -> Measured:
+def compared(
+    setting: FailureSetting, mine: Intervals, name: str, other: Intervals, other_name: str, sizes: Sizes
+) -> Measured:
     """One choice's waste over another's, at fresh failures."""
     failures = drawn(setting, sizes.final_events, sizes.final_runs, seed=2)
     wastes = [choice.waste(setting, failures) for choice in (mine, other)]
@@ -242,7 +244,7 @@ def compared(setting: Setting, mine: Choice, name: str, other: Choice, other_nam
     return Measured(float(ratio), f"standard error {error:.1g}; {'; '.join(notes)}")
 
 
-def _told(setting: Setting, choice: Choice) -> str:
+def _told(setting: FailureSetting, choice: Intervals) -> str:
     each = zip(choice.used, choice.every, strict=True)
     return ", ".join(f"{setting.levels[index].name} {steps * setting.step:g} s" for index, steps in each)
 

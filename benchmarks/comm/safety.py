@@ -15,7 +15,7 @@ from shoestring import comm
 from shoestring.core.errors import WorldError
 from shoestring.core.feature import Feature
 from shoestring.testing.netlab import netlab, netlab_available
-from shoestring.testing.netlab.trial import EVERY, PATIENCE, STRIKE, Trial, difference
+from shoestring.testing.netlab.lab_run import EVERY, PATIENCE, STRIKE, LabRun, difference
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 
@@ -78,11 +78,11 @@ def resumed(_: Deadline) -> Measured:
     return Measured(max(worst.values()), ", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
 
 
-def struck(trial: Trial, name: str, *codec: str) -> bool:
+def struck(lab_run: LabRun, name: str, *codec: str) -> bool:
     """Kill a rank within a run: whether the other says which, and the restart ends with the losses of a quiet run."""
-    with netlab(hosts=2, rate="100mbit", shared=trial.shared) as lab:
-        job = trial.start(lab, name, *codec, "--run.timeout", "6", restarts=3)
-        trial.reach(job, name, STRIKE)
+    with netlab(hosts=2, rate="100mbit", shared=lab_run.shared) as lab:
+        job = lab_run.start(lab, name, *codec, "--run.timeout", "6", restarts=3)
+        lab_run.reach(job, name, STRIKE)
         lab.kill(1)
         job.check(PATIENCE)
         said = job.output(0)
@@ -96,16 +96,16 @@ def died(_: Deadline) -> Measured | NotRun:
         return NotRun(reason)
     codec, good, notes = ("--comm.powersgd.rank", "2"), 0, []
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial.prepare(Path(folder))
-        expected = trial.local("local", *codec)
+        lab_run = LabRun.prepare(Path(folder))
+        expected = lab_run.local("local", *codec)
         for number in range(ROUNDS):
             name = f"round-{number}"
             try:
-                named = struck(trial, name, *codec)
+                named = struck(lab_run, name, *codec)
             except (WorldError, RuntimeError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 named = False
-            off = difference(expected, trial.losses(name))
+            off = difference(expected, lab_run.losses(name))
             good += named and off <= CLOSE
             notes.append(f"{'named' if named else 'not named'}, losses off by {off:.1g}")
     return Measured(good / ROUNDS, "; ".join(notes))

@@ -51,7 +51,7 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Case:
+class MatrixCase:
     """A square matrix by one codec."""
 
     name: str
@@ -93,11 +93,11 @@ def codecs() -> dict[str, Encoding]:
     }
 
 
-def cases(least: int) -> list[Case]:
+def cases(least: int) -> list[MatrixCase]:
     """For every codec the smallest matrix whose message has at least `least` bytes."""
     sides = [128 * count for count in range(1, 65)]
     return [
-        Case(name, codec, next(side for side in sides if codec.message(side) >= least and pays(codec, side)))
+        MatrixCase(name, codec, next(side for side in sides if codec.message(side) >= least and pays(codec, side)))
         for name, codec in codecs().items()
     ]
 
@@ -111,7 +111,7 @@ def pays(codec: Encoding, side: int) -> bool:
 ALL = (*cases(2 * 1024), *cases(64 * 1024), *cases(LARGE))
 
 
-def counted(case: Case, wire: Wire) -> float:
+def counted(case: MatrixCase, wire: Wire) -> float:
     """Bytes that this rank's interface sends for one exchange, the mean over some."""
     generator, codec = torch.Generator().manual_seed(wire.rank), case.codec.settings.make_codec()
     sent = 0

@@ -208,7 +208,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Lab:
+class VirtualHosts:
     """Virtual hosts with slow links on this machine, to try several hosts by hand; needs root."""
 
     action: Positional[Literal["up", "down", "run"]]
@@ -235,7 +235,7 @@ class Lab:
 
 
 VERBS = {"train": Train, "check": Check, "plan": Plan, "generate": Generate, "probe": Probe, "compare": Compare}
-VERBS |= {"report": Report, "lab": Lab, "checkpoint": Checkpoint}
+VERBS |= {"report": Report, "lab": VirtualHosts, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if rest and not isinstance(verb, Train | Check | Plan):
             raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
-        return verb(command if isinstance(verb, Lab) else rest)
+        return verb(command if isinstance(verb, VirtualHosts) else rest)
     except ShoestringError as error:
         if debug:
             raise

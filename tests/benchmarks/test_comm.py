@@ -84,7 +84,7 @@ KILOBYTES = {"ddp": 32000, "bf16": 16000, "torch": 700, "epfml": 700, "ours": 10
 BITS = {"": 1e12, "1mbit": 1e6, "10mbit": 1e7, "100mbit": 1e8}
 
 
-class Known(Store):
+class KnownResults(Store):
     """A store whose launches are computed: 1 s a step and the wire; the best rate of learning is 3e-3."""
 
     made = 0
@@ -106,7 +106,7 @@ class Known(Store):
 
 @pytest.fixture
 def contest(tmp_path):
-    return Contest(Known(tmp_path), Sizes())
+    return Contest(KnownResults(tmp_path), Sizes())
 
 
 def test_the_best_rate_of_learning_is_found(contest):
@@ -149,7 +149,7 @@ def test_seeds_for_choosing_are_not_reported():
 
 
 def test_curves_become_pictures(tmp_path):
-    pictures = draw(Contest(Known(tmp_path / "store"), TRIAL), tmp_path)
+    pictures = draw(Contest(KnownResults(tmp_path / "store"), TRIAL), tmp_path)
     assert len(pictures) == 4
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
 

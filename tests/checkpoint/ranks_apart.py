@@ -18,7 +18,7 @@ from shoestring.checkpoint.tiers import rank_group as circle_module
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import Slot, seals
-from shoestring.testing.checkpointing.known import Setting, Trainee
+from shoestring.testing.checkpointing.known import RunSetup, Trainee
 from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.scenarios import here
 
@@ -31,7 +31,7 @@ def large(rank: int, step: int) -> dict[str, Any]:
 
 def damaged(*, folder: str, at: int) -> list[Any]:
     """What each rank restores where one file of the newest save is damaged, which only one rank reads."""
-    setting = Setting(folder=folder, ranks=2, local=2, disk_every=2)
+    setting = RunSetup(folder=folder, ranks=2, local=2, disk_every=2)
     trainee = Trainee.of(setting)
     rank = trainee.checkpointer.world.rank
     trainee.states["mine"].make = lambda step: large(rank, step)
@@ -56,7 +56,7 @@ def damaged(*, folder: str, at: int) -> list[Any]:
 
 def outlived(*, folder: str) -> dict[str, Any]:
     """The steps in a rank's own slots when the peers' copies are some steps old; and what a lost host costs."""
-    setting = Setting(folder=folder, ranks=2, peers_every=4, disk_every=100)
+    setting = RunSetup(folder=folder, ranks=2, peers_every=4, disk_every=100)
     trainee = Trainee.of(setting)
     trainee.train(7)
     folder_of_slots = trainee.checkpointer.folder
@@ -75,7 +75,7 @@ def outlived(*, folder: str) -> dict[str, Any]:
 def miscopied(*, folder: str, parity: bool) -> list[Any]:
     """What a run says and counts as safe at peers when rank 1 got one bit that rank 0 did not send; and later."""
     rank = dist.get_rank()
-    trainee = Trainee.of(Setting(folder=folder, ranks=2, peers="parity" if parity else "copy", disk_every=100))
+    trainee = Trainee.of(RunSetup(folder=folder, ranks=2, peers="parity" if parity else "copy", disk_every=100))
     swap, flips = RankGroup.exchange, [rank == 1]
 
     def flipping(group: RankGroup, sends: Any, receives: Any) -> Any:

@@ -18,7 +18,7 @@ from shoestring.checkpoint.tiers.disk import CRASH, MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, build_checkpointer, trained
+from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.checkpointing.trainee import context
 from shoestring.testing.pool import Pool
@@ -191,7 +191,7 @@ def test_an_attempt_counts_where_the_load_itself_ended_it(tmp_path, monkeypatch,
 
 def with_marks(folder, shared):
     """A scenario: what three ranks restore once only the last host knows that the newest save was tried too often."""
-    setting = Setting(folder=folder, ranks=3, shared=shared)
+    setting = RunSetup(folder=folder, ranks=3, shared=shared)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
     trainee.checkpointer.close()

@@ -16,7 +16,7 @@ from shoestring.checkpoint.tiers import budget
 from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import ConfigError
-from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, build_checkpointer, trained
+from shoestring.testing.checkpointing.known import BETWEEN, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening, tmpfs
 from shoestring.testing.pool import Pool
 
@@ -108,7 +108,7 @@ def test_after_a_kill_for_memory_a_run_takes_less(tmp_path, monkeypatch):
 
 def on_hosts(folder, budget, offload=0):
     """A scenario: three ranks on hosts of their own, with room for what is given, of which one needs some later."""
-    setting = Setting(folder=folder, ranks=3)
+    setting = RunSetup(folder=folder, ranks=3)
     trainee = Trainee.of(setting)
     trainee.checkpointer.settings = replace(trainee.checkpointer.settings, budget=budget[dist.get_rank()])
     checkpointer, found = trainee.checkpointer, {}
@@ -168,7 +168,7 @@ def test_of_several_hosts_one_has_too_little(tmp_path):
 
 def preempted(folder, budget):
     """A scenario: three ranks that are stopped, on machines that end before a save to disk would."""
-    trainee = Trainee.of(Setting(folder=folder, ranks=3))
+    trainee = Trainee.of(RunSetup(folder=folder, ranks=3))
     checkpointer = trainee.checkpointer
     checkpointer.settings = replace(checkpointer.settings, budget=budget, deadline=1e-9)
     trainee.train(5)

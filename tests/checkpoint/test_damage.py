@@ -8,7 +8,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint import damage
 from benchmarks.checkpoint.damage import corrupted, places
 from shoestring.checkpoint.format.part import Part
-from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee
+from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee
 from shoestring.testing.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def pool():
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_damage_is_found_and_all_ranks_fall_back_to_the_newest_whole_step(pool, tmp_path, kind):
-    setting = Setting(folder=str(tmp_path), ranks=RANKS, **SETTINGS[kind])
+    setting = RunSetup(folder=str(tmp_path), ranks=RANKS, **SETTINGS[kind])
     assert [wrong for _, wrong in corrupted(setting, EACH, pool=pool)] == [[]]
 
 
@@ -36,14 +36,14 @@ def unverified(**arguments):
 
 
 def test_damage_would_be_loaded_without_checksums(pool, tmp_path):
-    setting = Setting(folder=str(tmp_path), ranks=RANKS)
+    setting = RunSetup(folder=str(tmp_path), ranks=RANKS)
     wrong = [line for _, lines in corrupted(setting, 20, pool=pool, scenario=unverified) for line in lines]
     assert any("unseen" in line for line in wrong) and any("not the state of step" in line for line in wrong)
 
 
 def surveyed(folder):
     """A scenario: what a run leaves, by level and step."""
-    setting = Setting(folder=folder, ranks=RANKS, peers="parity")
+    setting = RunSetup(folder=folder, ranks=RANKS, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
     trainee.checkpointer.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.faults import injected, named
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, STEPS, Setting, Trainee, build_checkpointer, trained
+from shoestring.testing.checkpointing.known import BETWEEN, STEPS, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening, tmpfs
 from shoestring.testing.pool import Pool
 
@@ -131,7 +131,7 @@ class NoRoom(Files):
 
 def without_a_host(folder):
     """A scenario: what is restored once a host is lost, with room to rebuild its part and without."""
-    setting = Setting(folder=folder, ranks=3, peers="parity")
+    setting = RunSetup(folder=folder, ranks=3, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
     trainee.checkpointer.close()

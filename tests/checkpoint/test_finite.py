@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, Setting, Trainee, build_checkpointer, trained
+from shoestring.testing.checkpointing.known import BETWEEN, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.pool import Pool
 
 
@@ -32,7 +32,7 @@ def test_what_is_not_finite_reaches_no_level(tmp_path, value):
 
 def diverging(folder, bad):
     """A scenario: on one rank of several the loss is not finite, as where replicas train alone."""
-    trainee = Trainee.of(Setting(folder=folder, ranks=3))
+    trainee = Trainee.of(RunSetup(folder=folder, ranks=3))
     trainee.train(7)
     checkpointer, before = trainee.checkpointer, dict(trainee.checkpointer.safe)
     for step in range(8, 12):  # the first is due at peers and on disk
@@ -42,7 +42,7 @@ def diverging(folder, bad):
         checkpointer.drain()
     after = dict(checkpointer.safe)
     checkpointer.close()
-    again = Trainee.of(Setting(folder=folder, ranks=3))
+    again = Trainee.of(RunSetup(folder=folder, ranks=3))
     found = again.restored()
     again.checkpointer.close()
     return before, after, found

@@ -19,7 +19,7 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import BETWEEN, Known, trained
+from shoestring.testing.checkpointing.known import BETWEEN, KnownState, trained
 from shoestring.testing.checkpointing.surroundings import listening
 
 GOLDEN = Path(__file__).parents[1] / "golden/checkpoint-format-2"
@@ -104,7 +104,7 @@ def test_a_history_that_is_lost_or_damaged_loses_no_checkpoint(start, saves, tmp
 
 def earlier(tmp_path):
     """A start in a folder with checkpoints of format 2: (checkpointer, state, progress)."""
-    state, progress = Known(lambda step: {"weight": torch.arange(6.0).view(2, 3) * step, "step": step}), Progress()
+    state, progress = KnownState(lambda step: {"weight": torch.arange(6.0).view(2, 3) * step, "step": step}), Progress()
     settings = Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=2, disk_every=2)
     kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
     return Checkpointer(kept, progress, World(), settings, slots_folder(settings, World()), set), state, progress

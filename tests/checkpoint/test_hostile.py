@@ -99,7 +99,7 @@ def test_odd_things_in_the_places_of_records_are_as_if_they_were_not_there(kind,
         assert attempts._read(odd(tmp_path / f"{disk.MARK}0", kind).parent) == ({}, [], False)
         odd(tmp_path / "plain/step-00000001.safetensors", kind)
         with pytest.raises(CheckpointError, match="can be read"):
-            plain.Loader({}, World(), tmp_path / "plain").restore("auto")
+            plain.Restorer({}, World(), tmp_path / "plain").restore("auto")
         assert all(save.state != "complete" for save in Archive.of(tmp_path).found())
 
 
@@ -254,4 +254,4 @@ def test_whatever_a_state_raises_says_that_it_does_not_fit(tmp_path):
     path = tmp_path / "step-00000003.safetensors"
     path.write_bytes(pack({"format": plain.FORMAT, "shared": {"mine": {}}, "own": []}))
     with pytest.raises(CheckpointError, match="does not fit this run's mine: unhashable type"):
-        plain.Loader(kept, World(), tmp_path).restore("auto")
+        plain.Restorer(kept, World(), tmp_path).restore("auto")

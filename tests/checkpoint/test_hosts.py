@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.checkpoint import kills
 from benchmarks.checkpoint.hosts import HOSTS, STEPS, Fleet, lose, resumed
-from shoestring.testing.checkpointing.trainee import Task, began, finished, run
+from shoestring.testing.checkpointing.trainee import FaultyRun, began, finished, run
 from shoestring.testing.netlab import netlab, netlab_available
 
 REASON = netlab_available()
@@ -35,7 +35,7 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
 ])  # fmt: skip
 def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
-    task = Task(folder=str(tmp_path / "task"), ranks=hosts, under=under, settings=settings, steps=14)
+    task = FaultyRun(folder=str(tmp_path / "task"), ranks=hosts, under=under, settings=settings, steps=14)
     expected = kills.undisturbed(task)
     for lost in range(hosts):
         struck = replace(task, folder=str(kills.fresh(task.place)), victim=lost, point="after forward", count=11)
@@ -51,7 +51,7 @@ def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
 @slow
 def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(tmp_path):
     settings = {"memory_every": 1, "peers_every": 0, "disk_every": 5}
-    task = Task(folder=str(tmp_path / "task"), under="fsdp", settings=settings, steps=14)
+    task = FaultyRun(folder=str(tmp_path / "task"), under="fsdp", settings=settings, steps=14)
     expected = kills.undisturbed(task)
     struck = replace(task, folder=str(kills.fresh(task.place)), victim=1, point="after forward", count=12)
     assert not run(struck, draw=random.Random(0))
@@ -64,7 +64,7 @@ def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(
 @pytest.mark.parametrize("how", ["copy", "parity"])
 def test_where_no_host_comes_for_a_lost_one_the_others_go_on(tmp_path, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
-    task = Task(folder=str(kills.fresh(tmp_path / "task")), ranks=3, under="fsdp", settings=settings, steps=14)
+    task = FaultyRun(folder=str(kills.fresh(tmp_path / "task")), ranks=3, under="fsdp", settings=settings, steps=14)
     struck = replace(task, victim=2, point="after forward", count=11)
     assert not run(struck)
     shutil.rmtree(next((task.place / "memory").glob("*/*")) / "host-2")

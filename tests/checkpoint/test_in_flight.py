@@ -69,7 +69,7 @@ def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-class Program:
+class OwnLoop:
     """A loop of one's own that saves its second step to memory and is then killed in the third."""
 
     def __init__(self, folder):
@@ -103,15 +103,15 @@ class Program:
         job.close()  # without a last save, so that what is restored was copied while training went on
 
 
-@pytest.mark.parametrize("program", [Program.by_attach, Program.by_features])
+@pytest.mark.parametrize("program", [OwnLoop.by_attach, OwnLoop.by_features])
 def test_the_optimizer_waits_for_what_it_changes_to_be_copied(tmp_path, late, program):
-    saved = [there for _, there in program(Program(tmp_path), 3)][1]
-    ((began, found),) = program(Program(tmp_path), 0)
+    saved = [there for _, there in program(OwnLoop(tmp_path), 3)][1]
+    ((began, found),) = program(OwnLoop(tmp_path), 0)
     assert began == 2 and all(torch.equal(found[name], value) for name, value in saved.items())
 
 
 def test_nothing_is_sealed_before_it_is_copied(tmp_path, late):
     late("_follower")
-    saved = [there for _, there in Program(tmp_path).by_attach(3)][1]
-    ((began, found),) = Program(tmp_path).by_attach(0)  # a seal of bytes that were not there yet is of others
+    saved = [there for _, there in OwnLoop(tmp_path).by_attach(3)][1]
+    ((began, found),) = OwnLoop(tmp_path).by_attach(0)  # a seal of bytes that were not there yet is of others
     assert began == 2 and all(torch.equal(found[name], value) for name, value in saved.items())

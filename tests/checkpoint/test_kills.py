@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint import kills
-from shoestring.testing.checkpointing.trainee import Task, finished, run
+from shoestring.testing.checkpointing.trainee import FaultyRun, finished, run
 
 pytestmark = pytest.mark.slow
 POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands
@@ -14,7 +14,7 @@ POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills
 
 @pytest.fixture(params=["ddp", "fsdp"])
 def task(request, tmp_path):
-    return Task(folder=str(tmp_path / "task"), under=request.param)
+    return FaultyRun(folder=str(tmp_path / "task"), under=request.param)
 
 
 def test_a_killed_run_goes_on_bitwise_from_what_was_safe(task):

@@ -15,7 +15,7 @@ from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.report.sinks import JsonLines
 from shoestring.testing.checkpointing.trainee import context
-from shoestring.training.newest_rows import NewestRows, Row
+from shoestring.training.newest_rows import MetricsRow, NewestRows
 from shoestring.training.throughput import Meter
 
 STEPS, KILLED = 6, 4
@@ -144,7 +144,10 @@ def test_rows_of_another_form_keep_no_run_from_resuming(state):
 def test_on_an_accelerator_numbers_are_saved_without_being_read():
     found = newest([])
     found.job.defers = True
-    found.unwritten = lambda: [Row(4, {"loss": torch.tensor(0.5), "lr": 0.1}), Row(5, {"loss": torch.tensor(0.25)})]
+    found.unwritten = lambda: [
+        MetricsRow(4, {"loss": torch.tensor(0.5), "lr": 0.1}),
+        MetricsRow(5, {"loss": torch.tensor(0.25)}),
+    ]
     state = found.state_dict()
     assert state["unread"] is found.unread and state["unread"].tolist() == [0.5, 0.25]
     assert addresses([found]) == {state["unread"].untyped_storage().data_ptr()}  # copied beside the next step

@@ -14,7 +14,7 @@ from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import Known
+from shoestring.testing.checkpointing.known import KnownState
 
 
 class Gated(Files):
@@ -35,7 +35,7 @@ class Rig:
 
     def __init__(self, folder, **settings):
         self.files, self.progress = Gated(), Progress()
-        self.state = Known(partial(torch.full, (1000,)))
+        self.state = KnownState(partial(torch.full, (1000,)))
         kept = {"mine": Kept(self.state, "own", None), "progress": Kept(self.progress, "same", None)}
         self.settings = Tiered(
             folder=str(folder / "saves"), memory=str(folder / "memory"), memory_every=1, disk_every=0, **settings

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.power import Act, Model, Story, crashes, recorded, replayed
+from benchmarks.checkpoint.power import Act, DiskHistory, Model, crashes, recorded, replayed
 from shoestring.testing.checkpointing.known import PAGE
 
 SAVES, SUBSETS = 3, 8
@@ -56,7 +56,7 @@ def test_a_folder_that_gets_its_name_before_its_manifest_is_found_out(story, tmp
         replace(a, path=a.path.replace(aside, final), target=a.target.replace(aside, final)) for a in acts[first:named]
     ]
     early = [act for act in later if act.name not in ("sync", "sync folder")]
-    planted = Story([*acts[:first], acts[named], *early, *acts[named + 1 :]], story.files)
+    planted = DiskHistory([*acts[:first], acts[named], *early, *acts[named + 1 :]], story.files)
     assert any(replayed(planted, tmp_path, SUBSETS))
 
 

@@ -18,7 +18,7 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.plain import saves
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, Setting, Trainee, build_checkpointer
+from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer
 from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.pool import Pool
 
@@ -27,7 +27,7 @@ TOO_LONG = "x" * 300  # for a name: the system refuses to look for it
 
 def unreadable(folder, memory):
     """A scenario: what is restored where the second host cannot look for checkpoints on its disk."""
-    setting = Setting(folder=folder, ranks=3, shared=False)
+    setting = RunSetup(folder=folder, ranks=3, shared=False)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
     trainee.checkpointer.close()
@@ -103,7 +103,7 @@ def rebuilt(folder, killed=False, room=True):
         killed: once more, before it could save anything.
         room: whether there is memory for what the others hold.
     """
-    setting = Setting(folder=folder, ranks=3, peers="parity")
+    setting = RunSetup(folder=folder, ranks=3, peers="parity")
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
     own = trainee.checkpointer.world.memory.leases[OWN][0]

@@ -8,7 +8,7 @@ import pytest
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.checkpoint.tiers.save_schedule import LEVELS, Schedule
+from shoestring.checkpoint.tiers.save_schedule import LEVELS, CheckpointSchedule
 from shoestring.testing.checkpointing.known import build_checkpointer, trained
 
 
@@ -21,19 +21,21 @@ def planned(schedule, steps, seconds=0.0, step=10.0):
 
 
 def test_the_start_says_how_each_loss_is_survived():
-    assert Schedule(Tiered(), 4).survives() == (
+    assert CheckpointSchedule(Tiered(), 4).survives() == (
         "a killed process: yes, from memory, saved as often as pays; "
         "one host of 4 lost: yes, by copies on others, saved as often as pays; "
         "all of it lost: yes, from disk, saved as often as pays"
     )
-    assert Schedule(Tiered(memory_every=0, disk_every=0), 1).survives() == "to disk at the end and on a signal"
-    fixed = Schedule(Tiered(memory_every=2, peers_every=6, disk_every=60, peers="parity"), 8)
+    assert (
+        CheckpointSchedule(Tiered(memory_every=0, disk_every=0), 1).survives() == "to disk at the end and on a signal"
+    )
+    fixed = CheckpointSchedule(Tiered(memory_every=2, peers_every=6, disk_every=60, peers="parity"), 8)
     assert "one host of 8 lost: yes, by parity over sets of 4, saved every 6 steps" in fixed.survives()
     assert planned(fixed, (2, 6, 60), 1.0) == ""  # that is no news
 
 
 def test_steps_are_said_once_planned_and_when_they_change_twofold():
-    schedule = Schedule(Tiered(), 4)
+    schedule = CheckpointSchedule(Tiered(), 4)
     assert schedule.news() == ""
     assert planned(schedule, (4, 8, 16)) == ""  # nothing was measured
     assert planned(schedule, (3, 12, 600), seconds=9) == (
@@ -50,14 +52,14 @@ def test_steps_are_said_once_planned_and_when_they_change_twofold():
 
 
 def test_what_changes_by_less_than_a_minute_is_no_news():
-    schedule = Schedule(Tiered(), 4)
+    schedule = CheckpointSchedule(Tiered(), 4)
     assert planned(schedule, (1, 12, 600), 0.9, step=0.1)
     assert planned(schedule, (5, 0, 1190), 0.9, step=0.1) == ""
     assert planned(schedule, (5, 0, 1200), 0.9, step=0.1)
 
 
 def test_levels_that_are_dropped_are_not_planned_again():
-    schedule = Schedule(Tiered(), 4)
+    schedule = CheckpointSchedule(Tiered(), 4)
     schedule.postpone({"memory", "peers"})
     schedule.drop("memory", "peers")
     schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.1, 60.0], 10)
@@ -70,7 +72,9 @@ def test_levels_that_are_dropped_are_not_planned_again():
 def test_a_run_says_what_was_planned(tmp_path, caplog, every):
     caplog.set_level(logging.INFO, "shoestring")
     checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
-    checkpointer.schedule = checkpointer.keeper.schedule = Schedule(Tiered(memory_every=every, disk_every=every), 1)
+    checkpointer.schedule = checkpointer.keeper.schedule = CheckpointSchedule(
+        Tiered(memory_every=every, disk_every=every), 1
+    )
     trained(checkpointer, state, progress, range(1, 80))
     checkpointer.close()
     said = [line for line in caplog.messages if "lost: yes, from disk, at most" in line]
@@ -80,7 +84,7 @@ def test_a_run_says_what_was_planned(tmp_path, caplog, every):
 @pytest.mark.parametrize("beside", [1.0, 1.1])
 def test_a_plan_stands_where_step_times_scatter(beside):
     """Evaluation takes fifty steps' time, and steps beside saves are by chance no slower than others."""
-    draw, schedule, now = random.Random(0), Schedule(Tiered(), 1), 0.0
+    draw, schedule, now = random.Random(0), CheckpointSchedule(Tiered(), 1), 0.0
     schedule.stalled(0.004)
     schedule.took("memory", 0.02)
     schedule.took("disk", 0.15)
@@ -98,11 +102,11 @@ def test_a_plan_stands_where_step_times_scatter(beside):
 
 
 def test_levels_are_planned_once_they_are_measured():
-    schedule = Schedule(Tiered(memory_every=0), 1)
+    schedule = CheckpointSchedule(Tiered(memory_every=0), 1)
     schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 0.0], 4)  # of all, a copy in memory alone
     assert schedule.steps == {"memory": 0, "peers": 0, "disk": 16}
     schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 9.0], 16)
     assert schedule.steps["memory"] == 0 and schedule.steps["disk"] > 100
-    schedule = Schedule(Tiered(), 2)
+    schedule = CheckpointSchedule(Tiered(), 2)
     schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 0.0], 4)
     assert schedule.steps["memory"] > 16 and (schedule.steps["peers"], schedule.steps["disk"]) == (8, 16)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checkpoint.torchrun import run, went_back
-from shoestring.testing.checkpointing.trainee import Task, finished, fresh, say
+from shoestring.testing.checkpointing.trainee import FaultyRun, finished, fresh, say
 
 
 def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):
-    task = Task(folder=str(fresh(tmp_path / "task")))
+    task = FaultyRun(folder=str(fresh(tmp_path / "task")))
     for rank, line in ((0, [6, 4, 0]), (1, [6, 5, 0]), (0, [7, 9, 1])):  # what the start says itself comes after
         say(task, rank, "safe", json.dumps(line))
     for line in ([0, 0], [1, 4]):
@@ -22,7 +22,7 @@ def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("under", "local"), [("ddp", 2), ("fsdp", 1)])
 def test_a_run_killed_under_torchrun_ends_as_if_nothing_had_been(tmp_path, under, local):
-    task = Task(folder=str(tmp_path / "task"), under=under, local=local, mass=16 << 20, steps=60)
+    task = FaultyRun(folder=str(tmp_path / "task"), under=under, local=local, mass=16 << 20, steps=60)
     assert run(task, 0, random.Random(0)) == (0, [])
     expected = finished(task).digests
     kills, wrong = run(task, 2, random.Random(1))
@@ -31,7 +31,7 @@ def test_a_run_killed_under_torchrun_ends_as_if_nothing_had_been(tmp_path, under
 
 @pytest.mark.slow
 def test_a_run_does_not_end_before_it_was_struck(tmp_path):
-    task = Task(folder=str(tmp_path / "task"), steps=2)
+    task = FaultyRun(folder=str(tmp_path / "task"), steps=2)
 
     class Late(random.Random):
         """Its kills wait for the run to train, and then for longer than it does."""
@@ -47,7 +47,7 @@ def test_a_run_does_not_end_before_it_was_struck(tmp_path):
 
 @pytest.mark.slow
 def test_a_start_that_fails_by_itself_is_noticed(tmp_path):
-    failing = replace(Task(folder=str(tmp_path / "task")), victim=1, point="after forward", count=3)
+    failing = replace(FaultyRun(folder=str(tmp_path / "task")), victim=1, point="after forward", count=3)
     kills, (first, second) = run(failing, 0, random.Random(0))
     assert first == "2 starts after 0 kills: one failed by itself" and second.startswith("torchrun ended with 1: ")
     assert kills == 0

@@ -11,7 +11,7 @@ import pytest
 from shoestring.checkpoint.tiers import waits
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL
-from shoestring.checkpoint.tiers.waits import Worker, result_of
+from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 
@@ -26,7 +26,7 @@ def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():
 
 
 def test_a_thread_ends_after_what_it_was_given_or_it_is_named():
-    done, gate, thread = [], threading.Event(), Worker("test")
+    done, gate, thread = [], threading.Event(), BackgroundThread("test")
     thread.submit(gate.wait, 30)
     thread.submit(lambda: done.append(True))
     with pytest.raises(CheckpointError, match="sealing did not end in 0 s"):
@@ -41,7 +41,7 @@ STUCK = """
 import threading
 from shoestring.checkpoint.tiers import waits
 from shoestring.core.errors import CheckpointError
-worker = waits.Worker("stuck")
+worker = waits.BackgroundThread("stuck")
 {first}
 worker.submit({work})
 waits.PATIENCE = {patience}

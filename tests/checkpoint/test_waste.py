@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.checkpoint.waste import (
     HOUR,
-    Choice,
     Failures,
-    Setting,
+    FailureSetting,
+    Intervals,
     Sizes,
     cache,
     coarse,
@@ -48,7 +48,7 @@ def walked(levels, step, every, gaps, failed):
 
 
 def one(cost=5.0, mean=600.0, restart=30.0, shape=1.0):
-    return Setting((Level("disk", cost, cost, 1 / mean, restart),), step=1.0, shape=shape)
+    return FailureSetting((Level("disk", cost, cost, 1 / mean, restart),), step=1.0, shape=shape)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -59,7 +59,7 @@ def test_the_simulator_loses_what_a_walk_through_the_run_loses(seed):
         Level(str(index), random.uniform(0, 4**index), random.choice([0.0, random.uniform(0, 9)]), 0.02 / 3**index, 4.0)
         for index in range(count)
     ]
-    failures = drawn(Setting(tuple(levels), step, random.choice([0.7, 1.0])), events=40, runs=3, seed=seed)
+    failures = drawn(FailureSetting(tuple(levels), step, random.choice([0.7, 1.0])), events=40, runs=3, seed=seed)
     every = np.cumprod(random.integers(1, 5, (4, count)), axis=1)
     found = simulate(levels, step, every, failures)
     for point, run in np.ndindex(4, 3):
@@ -110,7 +110,7 @@ def test_failures_are_renewals_of_the_mean_and_shape_asked_for(shape):
 @pytest.mark.parametrize("setting", [cache(600.0), cache(10 * HOUR), two()])
 @pytest.mark.parametrize("factor", [0.4, 1, 3])
 def test_the_waste_that_plans_are_made_by_is_the_simulated_one(setting, factor):
-    choice = Choice.planned(setting)
+    choice = Intervals.planned(setting)
     bottom = max(1, round(choice.every[0] * factor))
     choice = replace(choice, every=tuple(each // choice.every[0] * bottom for each in choice.every))
     steps = {setting.levels[index].name: each for index, each in zip(choice.used, choice.every, strict=True)}
@@ -121,7 +121,7 @@ def test_the_waste_that_plans_are_made_by_is_the_simulated_one(setting, factor):
 def test_the_setting_of_the_notes_loses_what_they_say():
     # 8.3 % of the time of the steps at saves every 60 s and 35 times as much; 26.5 % with those of 60 s alone
     failures = drawn(two(), events=4000, runs=24, seed=5)
-    for choice, percent in ((Choice((0, 1), (60, 2100)), 8.3), (Choice((1,), (627,)), 26.5)):
+    for choice, percent in ((Intervals((0, 1), (60, 2100)), 8.3), (Intervals((1,), (627,)), 26.5)):
         lost = choice.waste(two(), failures).mean()
         assert 100 * lost / (1 - lost) == pytest.approx(percent, abs=0.3)
 
@@ -132,9 +132,9 @@ def test_the_next_level_up_recovers_what_an_unused_one_would():
     assert failures.only((1, 2, 3)).levels.tolist() == [[0, 0, 1, 2]]
     memory, peer, disk = cache(600.0).levels
     drawn_for_three = drawn(cache(600.0), 200, 4, seed=7)
-    merged = Setting((memory, replace(disk, rate=peer.rate + disk.rate)), step=0.5)
-    lost = Choice((0, 2), (17, 170)).waste(cache(600.0), drawn_for_three)
-    assert np.array_equal(lost, Choice((0, 1), (17, 170)).waste(merged, drawn_for_three.only((0, 2))))
+    merged = FailureSetting((memory, replace(disk, rate=peer.rate + disk.rate)), step=0.5)
+    lost = Intervals((0, 2), (17, 170)).waste(cache(600.0), drawn_for_three)
+    assert np.array_equal(lost, Intervals((0, 1), (17, 170)).waste(merged, drawn_for_three.only((0, 2))))
 
 
 def test_the_search_finds_youngs_interval_and_leaves_out_what_does_not_pay():
@@ -170,8 +170,8 @@ def test_every_row_holds_at_tiny_sizes_and_says_what_was_compared():
 
 def test_intervals_far_off_miss_the_bar():
     setting = cache(HOUR)
-    planned = Choice.planned(setting)
-    for bad in (replace(planned, every=tuple(4 * each for each in planned.every)), Choice((2,), (600,))):
+    planned = Intervals.planned(setting)
+    for bad in (replace(planned, every=tuple(4 * each for each in planned.every)), Intervals((2,), (600,))):
         assert compared(setting, bad, "bad", planned, "ours", TINY).value > 1.1
 
 

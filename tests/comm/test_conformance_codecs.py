@@ -10,7 +10,7 @@ from shoestring.comm import DGC, Dense, PowerSGD, Quantize, TopK
 from shoestring.testing import FeatureSuite
 
 
-class Codec(FeatureSuite):
+class CodecSuite(FeatureSuite):
     """One of many that attach alike: between two ranks, without a partner from every other area."""
 
     ranks = (2,)
@@ -32,13 +32,13 @@ class TestPowerSGD(FeatureSuite):
 
 
 @pytest.mark.slow
-class TestQuantize(Codec):
+class TestQuantize(CodecSuite):
     feature = Quantize(bits=4, bucket=64, rounding="nearest", feedback=True)
     tolerance = 0.1
 
 
 @pytest.mark.slow
-class TestTopK(Codec):
+class TestTopK(CodecSuite):
     feature = TopK(density=0.1)
     tolerance = 0.5
 
@@ -52,6 +52,6 @@ class TestDGC(FeatureSuite):
 
 
 @pytest.mark.slow
-class TestSelection(Codec):
+class TestSelection(CodecSuite):
     feature = Dense(select="hypernetwork", budget_kb=3.0)
     tolerance = 0.5

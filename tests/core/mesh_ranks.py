@@ -77,10 +77,10 @@ class Columns(Feature):
         if group is None:
             return
         job.own("SHARD over tensor", Seam.SHARD)
-        names = [name for name, module in job.module.named_modules() if isinstance(module, jobs.Block)]
+        names = [name for name, module in job.module.named_modules() if isinstance(module, jobs.ResidualBlock)]
         for name in names:
             block = job.module.get_submodule(name)
-            assert isinstance(block, jobs.Block)
+            assert isinstance(block, jobs.ResidualBlock)
             job.patch(block, _shared(block, job.world.index_over(self.over), self.ranks, group))
         partial = tuple(f"{name}.{part}" for name in names for part in ("up.weight", "up.bias", "down.weight"))
 
@@ -94,7 +94,7 @@ class Columns(Feature):
         job.at(Phase.CLIP, whole)
 
 
-def _shared(block: jobs.Block, index: int, ranks: int, group: dist.ProcessGroup) -> Any:
+def _shared(block: jobs.ResidualBlock, index: int, ranks: int, group: dist.ProcessGroup) -> Any:
     mine = slice(index * 2 * jobs.WIDTH // ranks, (index + 1) * 2 * jobs.WIDTH // ranks)
 
     def forward(hidden: Tensor) -> Tensor:

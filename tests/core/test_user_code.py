@@ -78,7 +78,7 @@ def test_an_output_without_logits_is_refused_in_one_line():
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-class Masked(nn.Module):
+class KeepsArguments(nn.Module):
     """Answers as models of transformers do, and remembers what it was called with."""
 
     def __init__(self):
@@ -91,7 +91,7 @@ class Masked(nn.Module):
 
 
 def test_labels_are_shifted_as_transformers_does():
-    ids, masked = tokens(), Masked()
+    ids, masked = tokens(), KeepsArguments()
     labels = ids.clone()
     labels[0, 4:] = -100
     mask = (labels != -100).long()

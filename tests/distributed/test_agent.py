@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.testing.netlab.trial import Trial, environment
+from shoestring.testing.netlab.lab_run import LabRun, environment
 
 # A worker says when it is there, and holds the pipe open for as long as it lives.
 WORKER = """
@@ -57,11 +57,11 @@ def test_a_worker_ends_with_its_agent(how):
 
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_worker_and_the_next_start_goes_on(tmp_path):
-    trial = Trial.prepare(tmp_path)
-    command = [sys.executable, "-m", "shoestring", "train", trial.run, "--run.folder", str(trial.shared / "run")]
+    lab_run = LabRun.prepare(tmp_path)
+    command = [sys.executable, "-m", "shoestring", "train", lab_run.run, "--run.folder", str(lab_run.shared / "run")]
     command += ["--workers", "2", "--run.steps"]
     with subprocess.Popen([*command, "1000000"], env=os.environ | environment()) as launcher:
-        trial.reach(Running(launcher), "run", 6)
+        lab_run.reach(Running(launcher), "run", 6)
         workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         held = [os.pidfd_open(int(worker)) for worker in workers]
         launcher.kill()
@@ -69,14 +69,14 @@ def test_a_killed_launcher_leaves_no_worker_and_the_next_start_goes_on(tmp_path)
     for worker in held:
         assert select.select([worker], [], [], 60)[0], "a worker lives on"
         os.close(worker)
-    reached = max(trial.losses("run"))
+    reached = max(lab_run.losses("run"))
     again = [*command, str(reached + 5), "--run.resume", "auto"]
     subprocess.run(again, env=os.environ | environment(), check=True, timeout=300)
-    assert max(trial.losses("run")) == reached + 5
+    assert max(lab_run.losses("run")) == reached + 5
 
 
 class Running:
-    """A process, as `Trial.reach` asks for it."""
+    """A process, as `LabRun.reach` asks for it."""
 
     def __init__(self, process):
         self.process = process

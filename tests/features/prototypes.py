@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Phase, Seam
-from shoestring.core.leases import Order
+from shoestring.core.leases import Priority
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -210,7 +210,7 @@ Offload.neutral = Offload()
 
 
 class HostState:
-    """The optimizer's state on the host, while a lease of `Order.CACHE` is granted for it; else it stays where it is.
+    """The optimizer's state on the host, while a lease of `Priority.CACHE` is granted; else it stays where it is.
 
     The state's tensors of at least one dimension are exchanged for copies: on the host from `store` on, on their own
     device from `fetch` on. A checkpoint that is written or loaded between two steps sees those on the host.
@@ -239,7 +239,7 @@ class HostState:
 
         tensors = self.tensors()
         nbytes = sum(value.nbytes for value in tensors.values())
-        if not self.memory.take(self.LEASE, nbytes, Order.CACHE):
+        if not self.memory.take(self.LEASE, nbytes, Priority.CACHE):
             self.drop()
             return
         for (parameter, name), value in tensors.items():

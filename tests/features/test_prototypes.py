@@ -13,7 +13,7 @@ from shoestring.comm import PowerSGD
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job
-from shoestring.core.leases import Order
+from shoestring.core.leases import Priority
 from shoestring.core.world import World
 from shoestring.parallel import FSDP
 from shoestring.testing import FeatureSuite, jobs
@@ -75,7 +75,7 @@ def test_offloaded_state_is_leased_and_on_the_device_during_the_step_alone():
         assert between == [value.data_ptr() for value in momenta(job)]  # one copy on the host, used again
         assert len(during) == len(between) and not set(during) & set(between)
         nbytes = sum(value.nbytes for value in momenta(job))
-        assert job.world.memory.leases == {HostState.LEASE: (nbytes, Order.CACHE)}
+        assert job.world.memory.leases == {HostState.LEASE: (nbytes, Priority.CACHE)}
         assert job.trace.facts["bytes_on_host"] == nbytes
     assert not job.world.memory.leases
 

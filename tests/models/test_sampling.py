@@ -20,7 +20,7 @@ def model():
     return GPT(GPTConfig(**shape, init_std=0.3))
 
 
-class Plain(nn.Module):
+class Uncached(nn.Module):
     """The same function without a cache, its logits in an object as transformers returns them."""
 
     def __init__(self, inner):
@@ -35,7 +35,7 @@ class Plain(nn.Module):
 def test_the_cache_and_the_full_forward_give_the_same_text_also_when_the_window_slides(model, temperature):
     options = {"max_new": 40, "temperature": temperature, "seed": 3}
     cached = list(generate(model, [1, 2, 3], **options))
-    assert cached == list(generate(Plain(model), [1, 2, 3], context=16, **options))
+    assert cached == list(generate(Uncached(model), [1, 2, 3], context=16, **options))
     assert len(cached) == 40
 
 
@@ -145,8 +145,8 @@ def test_arguments_out_of_range_are_refused_at_the_call(model, wrong):
 def test_an_empty_prompt_an_unknown_context_and_nan_are_named(model):
     with pytest.raises(ConfigError, match="no tokens"):
         generate(model, [], max_new=1)
-    with pytest.raises(ConfigError, match="Plain"):
-        generate(Plain(model), [1], max_new=1)
+    with pytest.raises(ConfigError, match="Uncached"):
+        generate(Uncached(model), [1], max_new=1)
     broken = nn.Sequential(nn.Embedding(4, 4))
     nn.init.constant_(broken[0].weight, float("nan"))
     with pytest.raises(NonFiniteError, match="after 2 tokens"):

@@ -101,14 +101,14 @@ def taking(monkeypatch):
             held.append(descriptor)
             return made
 
-        class Taken(type(chosen)):
+        class TakenFolder(type(chosen)):
             def mkdir(self, *given, **named):
                 return locked(opened[0](Path(self), *given, **named))
 
             def open(self, *given, **named):
                 return locked(opened[1](Path(self), *given, **named))
 
-        return Taken(chosen)
+        return TakenFolder(chosen)
 
     monkeypatch.setattr(on_disk, "_aside", aside)
     yield

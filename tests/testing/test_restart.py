@@ -6,27 +6,27 @@ import time
 import pytest
 
 from shoestring.testing.netlab import DISK, netlab, netlab_available
-from shoestring.testing.netlab.trial import EVERY, STEPS, STRIKE, Trial, undisturbed
+from shoestring.testing.netlab.lab_run import EVERY, STEPS, STRIKE, LabRun, undisturbed
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory):
-    return Trial.prepare(tmp_path_factory.mktemp("restart"))
+def lab_run(tmp_path_factory):
+    return LabRun.prepare(tmp_path_factory.mktemp("restart"))
 
 
 @pytest.fixture(scope="module")
-def expected(trial):
-    losses = trial.local("local")
+def expected(lab_run):
+    losses = lab_run.local("local")
     assert list(losses) == list(range(1, STEPS + 1))
     return losses
 
 
 @pytest.fixture
-def lab(trial):
-    with netlab(hosts=2, rate="100mbit", shared=trial.shared) as lab:
+def lab(lab_run):
+    with netlab(hosts=2, rate="100mbit", shared=lab_run.shared) as lab:
         yield lab
 
 
@@ -37,30 +37,30 @@ def until(done, timeout=120.0):
         time.sleep(0.05)
 
 
-def test_two_hosts_end_with_the_losses_of_two_local_ranks(lab, trial, expected):
-    job = undisturbed(lab, trial, "undisturbed")
-    assert trial.losses("undisturbed") == expected
+def test_two_hosts_end_with_the_losses_of_two_local_ranks(lab, lab_run, expected):
+    job = undisturbed(lab, lab_run, "undisturbed")
+    assert lab_run.losses("undisturbed") == expected
     assert "2 ranks on 2 hosts" in job.output(0)
     assert min(lab.bytes(0).tx, lab.bytes(1).tx) > STEPS * 100_000  # gradients did cross the link
 
 
-def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothing(lab, trial, expected):
-    job = trial.start(lab, "struck", "--run.timeout", "6", restarts=6)
+def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothing(lab, lab_run, expected):
+    job = lab_run.start(lab, "struck", "--run.timeout", "6", restarts=6)
 
-    trial.reach(job, "struck", STRIKE)
+    lab_run.reach(job, "struck", STRIKE)
     lab.kill(1)
     until(lambda: f"resumed from step {STRIKE - STRIKE % EVERY}; " in job.output(0))
     assert "are repeated, up to" in job.output(0)
     assert job.output(0).count("error: rank 0 on host0 has lost rank 1 on host1: ") == 1
 
-    trial.reach(job, "struck", 2 * STRIKE)
+    lab_run.reach(job, "struck", 2 * STRIKE)
     lab.remove(1)
     lab.add(1)
     job.join(1)
     until(lambda: job.output(0).count("resumed from step") == 2)
     assert job.output(0).count("error: rank 0 on host0 has lost rank 1 on host1: ") == 2
 
-    trial.reach(job, "struck", 3 * STRIKE)
+    lab_run.reach(job, "struck", 3 * STRIKE)
     lab.cut(1)
     until(lambda: "reaches neither" in job.output(1) and job.output(0).count("error: ") == 3)
     lab.mend(1)
@@ -69,34 +69,34 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
 
     job.check(120)
     assert job.output(0).count("resumed from step") == 3
-    assert trial.losses("struck") == expected
+    assert lab_run.losses("struck") == expected
 
 
-def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, trial, expected):
-    job = trial.start(lab, "first", "--run.timeout", "6")
-    trial.reach(job, "first", STRIKE)
+def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, lab_run, expected):
+    job = lab_run.start(lab, "first", "--run.timeout", "6")
+    lab_run.reach(job, "first", STRIKE)
     lab.remove(0)
     until(lambda: "error: " in job.output(1))
     assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the rendezvous store" in job.output(1)
     lab.add(0)
     until(lambda: job.codes()[1] is not None)
     assert "RendezvousConnectionError" in job.output(1)
-    again = trial.start(lab, "first")
+    again = lab_run.start(lab, "first")
     again.check(120)
     assert "resumed from step" in again.output(0)
-    assert trial.losses("first") == expected
+    assert lab_run.losses("first") == expected
 
 
-def test_with_folders_on_the_hosts_own_disks_the_newest_save_is_found(lab, trial, expected):
+def test_with_folders_on_the_hosts_own_disks_the_newest_save_is_found(lab, lab_run, expected):
     """The host that was first has the save; here the other one brings it back."""
     folder = DISK / "run"
-    trial.start(lab, "own", "--run.folder", str(folder), "--run.steps", "20").check(120)
+    lab_run.start(lab, "own", "--run.folder", str(folder), "--run.steps", "20").check(120)
     here, there = lab.path(0, folder), lab.path(1, folder)
     assert not (there / "checkpoints").exists()
     shutil.rmtree(there, ignore_errors=True)
     shutil.copytree(here, there)
     shutil.rmtree(here)
-    job = trial.start(lab, "own-again", "--run.folder", str(folder))
+    job = lab_run.start(lab, "own-again", "--run.folder", str(folder))
     job.check(120)
     assert "resumed from step 20" in job.output(0)
     rows = (here / "metrics.jsonl").read_text()

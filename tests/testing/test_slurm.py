@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.testing.netlab.trial import STEPS, STRIKE, Trial
+from shoestring.testing.netlab.lab_run import STEPS, STRIKE, LabRun
 from shoestring.testing.slurm import PATIENCE, slurm, slurm_available
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "slurm.sbatch"
@@ -27,20 +27,20 @@ def until(done, lab, job):
 
 
 def test_a_preempted_job_saves_its_last_step_and_goes_on_from_the_queue(lab, tmp_path):
-    trial = Trial.prepare(tmp_path)
-    expected = trial.local("local", workers=1)
+    lab_run = LabRun.prepare(tmp_path)
+    expected = lab_run.local("local", workers=1)
     run, endless = tmp_path / "endless.toml", 10**6
-    run.write_text(Path(trial.run).read_text().replace(f"steps = {STEPS}", f"steps = {endless}"))
-    job = lab.submit(SCRIPT, str(run), "--run.folder", str(trial.shared / "job"))
-    until(lambda: max(trial.losses("job"), default=0) >= STRIKE, lab, job)
+    run.write_text(Path(lab_run.run).read_text().replace(f"steps = {STEPS}", f"steps = {endless}"))
+    job = lab.submit(SCRIPT, str(run), "--run.folder", str(lab_run.shared / "job"))
+    until(lambda: max(lab_run.losses("job"), default=0) >= STRIKE, lab, job)
     with lab.preempted():
         until(lambda: "stopped after" in lab.log(job) and lab.state(job) == "PENDING", lab, job)
         assert "SIGTERM: ending after this step, and saving" in lab.log(job)
-        stopped = max(trial.losses("job"))
+        stopped = max(lab_run.losses("job"))
         run.write_text(run.read_text().replace(str(endless), str(stopped + STEPS)))
 
     assert lab.wait(job) == "COMPLETED", lab.log(job)
     assert f"resumed from step {stopped}\n" in lab.log(job)  # none is repeated
-    losses = trial.losses("job")
+    losses = lab_run.losses("job")
     assert list(losses) == list(range(1, stopped + STEPS + 1))
     assert {step: losses[step] for step in range(1, STRIKE)} == {step: expected[step] for step in range(1, STRIKE)}

@@ -34,7 +34,7 @@ class Samples(Dataset):
         return self.rows[index]
 
 
-class Shuffled(Samples):
+class ShuffledSamples(Samples):
     def __getitem__(self, index):
         row = super().__getitem__(index)
         return row | {"targets": (row["targets"] + 7) % jobs.VOCABULARY}
@@ -45,7 +45,7 @@ def learnable():
 
 
 def misleading():
-    return Samples(0), Shuffled(0)
+    return Samples(0), ShuffledSamples(0)
 
 
 def alone():

@@ -143,9 +143,9 @@ class Tiered(Feature):
         install(job, self)
 
     def explain(self, job: Job) -> str:
-        from shoestring.checkpoint.tiers.save_schedule import Schedule
+        from shoestring.checkpoint.tiers.save_schedule import CheckpointSchedule
 
-        return Schedule(self, job.world.hosts).survives()
+        return CheckpointSchedule(self, job.world.hosts).survives()
 
     def saving(self, trace: Trace) -> Saving | None:
         steps = trace.steps

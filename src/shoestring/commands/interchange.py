@@ -53,15 +53,15 @@ def export(archive: Archive, checkpoint: FoundCheckpoint, to: Path, way: Way) ->
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a run folder says of its model."""
+class ModelOrigin:
+    """What a run folder says of its model: the name and arguments that build it, and its tokenizer."""
 
     origin: Mapping[str, Any]
     tokenizer: Tokenizer | None
 
 
-def known(archive: Archive) -> Known:
-    """What the run's model is made by.
+def read_origin(archive: Archive) -> ModelOrigin:
+    """Read what builds the run's model.
 
     Raises:
         CheckpointError: no run file says so.
@@ -77,42 +77,44 @@ def known(archive: Archive) -> Known:
     origin = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
     if (archive.run / saving.PRETRAINED).is_dir():
         origin["model"] = f"{hf.PREFIX}{archive.run / saving.PRETRAINED}"
-    return Known(origin, tokenizer)
+    return ModelOrigin(origin, tokenizer)
 
 
 def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
     """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
-    of = known(archive)
-    model = build_model(of.origin["model"], of.origin["arguments"], of.origin["offered"], weights=False)
+    source = read_origin(archive)
+    model = build_model(source.origin["model"], source.origin["arguments"], source.origin["offered"], weights=False)
     if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
-        raise CheckpointError(f"`{of.origin['model']}` has no layout of Hugging Face's", hint="use --as safetensors")
+        raise CheckpointError(
+            f"`{source.origin['model']}` has no layout of Hugging Face's", hint="use --as safetensors"
+        )
     state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"{content.source} does not fit `{of.origin['model']}`: {reason}") from error
-    saving.save_model(model, of.tokenizer, to, of.origin)
+        raise CheckpointError(f"{content.source} does not fit `{source.origin['model']}`: {reason}") from error
+    saving.save_model(model, source.tokenizer, to, source.origin)
 
 
 def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
     """Weights under their own names; with what is needed to build the model from them, where the run folder says it."""
-    tensors, of, model = _leaving(archive, content), None, None
+    tensors, source, model = _leaving(archive, content), None, None
     with suppress(ShoestringError):
-        of = known(archive)
+        source = read_origin(archive)
         with torch.device("meta"):
-            model = build_model(of.origin["model"], of.origin["arguments"], of.origin["offered"])
+            model = build_model(source.origin["model"], source.origin["arguments"], source.origin["offered"])
         for name in _twins(model) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
-    if of is None:
+    if source is None:
         return
     if model is not None and hf.is_pretrained(model):
         hf.save_config(model, to, saving.TRANSFORMERS)
     else:
-        write_atomic(to / "config.json", json.dumps(saving.config_of(of.origin), indent=2).encode())
-    if of.tokenizer is not None:
-        saving.save_tokenizer(of.tokenizer, to, of.origin)
+        write_atomic(to / "config.json", json.dumps(saving.config_of(source.origin), indent=2).encode())
+    if source.tokenizer is not None:
+        saving.save_tokenizer(source.tokenizer, to, source.origin)
 
 
 def _leaving(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:

@@ -129,7 +129,7 @@ def default_path(source: str) -> Path:
 def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     """Describe the decision and its reasons, on one screen."""
     chooser, facts = planned.chooser, planned.facts
-    evidence, decision = chooser.measured, chooser.plan
+    evidence, decision = chooser.measured, chooser.decision
     assert evidence is not None and decision is not None
     rest = facts["predicted_step_seconds"] - decision.seconds
     yield (

@@ -21,7 +21,7 @@ from shoestring.comm.auto.probes import time_collectives
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.world import World
-from shoestring.planning.cluster import Cluster, Device, Link, Store
+from shoestring.planning.cluster import Cluster, Device, DiskSpeed, Link
 from shoestring.storage.whole import write_atomic
 
 LARGE = 1 << 22  # bytes of the first bandwidth message; doubled until one takes PATIENCE
@@ -42,7 +42,7 @@ def probe(world: World, folder: Path) -> Cluster:
     everyone = [json.loads(one) for one in world.gather(json.dumps(mine).encode())]
     return Cluster(
         devices=tuple(Device(**each["device"]) for each in everyone),
-        stores=tuple(Store(**each["store"]) for each in everyone if each["store"]),
+        stores=tuple(DiskSpeed(**each["store"]) for each in everyone if each["store"]),
         links=tuple(Link(**link) for each in everyone for link in each["links"]),
         collectives=time_collectives(world, DATA),
     )
@@ -137,7 +137,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _store(world: World, folder: Path) -> Store:
+def _store(world: World, folder: Path) -> DiskSpeed:
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             commit = median_seconds(lambda: _write_and_sync(file.fileno(), b"\0" * 4096), torch.device("cpu"))
@@ -146,7 +146,7 @@ def _store(world: World, folder: Path) -> Store:
             )
     except OSError as error:
         raise ConfigError(f"cannot write in `{folder}`: {error.strerror}", hint="choose another --out") from error
-    return Store(host=world.host, write=DISK / seconds, commit=commit)
+    return DiskSpeed(host=world.host, write=DISK / seconds, commit=commit)
 
 
 def _write_and_sync(descriptor: int, data: bytes) -> None:

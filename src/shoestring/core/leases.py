@@ -10,7 +10,7 @@ from enum import IntEnum
 _MOST = 7 / 8  # of what is free while training takes the most
 
 
-class Order(IntEnum):
+class Priority(IntEnum):
     """Who gives memory back when it runs short: the last of these first, the first never."""
 
     REQUIRED = 0
@@ -27,15 +27,15 @@ class Order(IntEnum):
 class HostMemory:
     """Leases of host memory that one rank may take in addition to what its process uses; thread-safe.
 
-    A lease is taken again before each use. Leases of `Order.REQUIRED` are always granted; others if they fit into the
-    budget together with all leases of the same and of earlier orders. After a refusal the former lease stands, because
-    its memory is still in use, until the owner has freed it and calls `give`.
+    A lease is taken again before each use. Leases of `Priority.REQUIRED` are always granted; others if they fit into
+    the budget together with all leases of the same and of more urgent priorities. After a refusal the former lease
+    stands, because its memory is still in use, until the owner has freed it and calls `give`.
     """
 
     budget: float = math.inf
     """Bytes; see `settle`."""
-    leases: dict[str, tuple[int, Order]] = field(default_factory=dict)
-    """Bytes and order, by name."""
+    leases: dict[str, tuple[int, Priority]] = field(default_factory=dict)
+    """Bytes and priority, by name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, free: float, ranks: int = 1) -> None:
@@ -47,12 +47,12 @@ class HostMemory:
             if self.budget == math.inf:
                 self.budget = _MOST * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
-    def take(self, name: str, nbytes: int, order: Order = Order.REQUIRED) -> bool:
+    def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
         """Lease `nbytes` in place of the lease that `name` has; True if granted. A refusal changes nothing."""
         with self._lock:
-            firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= order)
-            if granted := order is Order.REQUIRED or firm + nbytes <= self.budget:
-                self.leases[name] = nbytes, order
+            firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= priority)
+            if granted := priority is Priority.REQUIRED or firm + nbytes <= self.budget:
+                self.leases[name] = nbytes, priority
             return granted
 
     def give(self, name: str) -> None:

@@ -1,1 +1,1 @@
-"""The hardware as measured (Cluster), and the predicted cost of a choice on it (the simulator, Plan)."""
+"""The hardware as measured (Cluster), and the predicted cost of a choice on it (the simulator, Decision)."""

@@ -21,7 +21,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
+class DiskSpeed:
     """One host's disk under the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
 
     host: str
@@ -55,7 +55,7 @@ class Cluster:
     """All measurements of a cluster, from which plans are priced."""
 
     devices: tuple[Device, ...] = ()
-    stores: tuple[Store, ...] = ()
+    stores: tuple[DiskSpeed, ...] = ()
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
     slowdown: dict[str, float] = field(default_factory=dict)

@@ -77,7 +77,7 @@ class Priced(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Decision:
     """A decision; `predicted` has every candidate's seconds a step, preferred candidates first."""
 
     choice: str
@@ -89,13 +89,13 @@ class Plan:
         return self.predicted[self.choice]
 
 
-def choose(candidates: Mapping[str, Priced], trace: Trace, cluster: Cluster, *, margin: float) -> Plan:
+def choose(candidates: Mapping[str, Priced], trace: Trace, cluster: Cluster, *, margin: float) -> Decision:
     """Choose the first candidate, unless another is faster by more than `margin` of its time. Then choose the fastest,
     or the first candidate that is within half of the margin of the fastest."""
     predicted = {name: makespan(each.predict(trace, cluster)) for name, each in candidates.items()}
     first, best = next(iter(predicted)), min(predicted, key=predicted.__getitem__)
     if predicted[best] >= predicted[first] * (1 - margin):
-        return Plan(first, f"no candidate is more than {margin:.0%} faster", predicted)
+        return Decision(first, f"no candidate is more than {margin:.0%} faster", predicted)
     close = next(name for name, seconds in predicted.items() if seconds <= predicted[best] * (1 + margin / 2))
     gain = predicted[first] / predicted[close]
-    return Plan(close, f"{gain:.2f}x as fast as {first}", predicted)
+    return Decision(close, f"{gain:.2f}x as fast as {first}", predicted)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoestring.core.feature import Phase, Seam
 from shoestring.sparse.mvue import next_key
 from shoestring.sparse.product import product
-from shoestring.sparse.report import Meter
+from shoestring.sparse.report import MaskMetrics
 from shoestring.sparse.shards import why_apart
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoestring")
 
 
-class Method(Protocol):
+class SparseMethod(Protocol):
     """What computes sparse weights; `name` is that of a layer."""
 
     dense: bool  # whether layers are dense now
@@ -59,14 +59,14 @@ class Method(Protocol):
 
 def install(job: Job, settings: Sparsity, seam: Seam) -> None:
     """Attach at MODEL, and then at STEP."""
-    attached = job.carry(settings, lambda: Attached(job, settings))
+    attached = job.carry(settings, lambda: SparseLayers(job, settings))
     if seam is Seam.MODEL:
         attached.patch()
     else:
         attached.start()
 
 
-class Attached:
+class SparseLayers:
     """The sparse layers of one job."""
 
     def __init__(self, job: Job, settings: Sparsity) -> None:
@@ -106,7 +106,7 @@ class Attached:
         job.keep(self.settings.name, self, across="same" if alike else "own")  # replicas that train alone differ
         job.at(Phase.FORWARD, self.method.before_step)
         job.at(Phase.GRAD, self.method.before_update)
-        job.at(Phase.CAPTURE, Meter(job, self.choice, self.method).read)
+        job.at(Phase.CAPTURE, MaskMetrics(job, self.choice, self.method).read)
 
     def _leave_dense(self, name: str, why: str) -> None:
         log.warning("sparse: `%s` stays dense: %s", name, why)

@@ -18,7 +18,7 @@ _OTHER = re.compile(r".*(attn|attention).*|(lm_)?head|classifier|pooler|router|e
 
 
 @dataclass
-class Choice:
+class LinearLayers:
     """The linear layers of a model, by name."""
 
     sparse: dict[str, nn.Linear] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class Choice:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
-def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> Choice:
+def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> LinearLayers:
     """The linear layers whose names match a pattern, or those of feed-forward parts where there are no patterns.
 
     Args:
         rows_too: whether rows must come in groups of four as well.
     """
-    choice = Choice()
+    choice = LinearLayers()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     readers = _fused(model)
     for name, layer in model.named_modules():

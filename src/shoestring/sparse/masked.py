@@ -31,7 +31,7 @@ def pruned(weight: Tensor, packed: Tensor) -> Tensor:
 
 
 class Masks:
-    """See `attached.Method`."""
+    """See `attached.SparseMethod`."""
 
     def __init__(self, job: Job, settings: Masked) -> None:
         self.job, self.settings, self.fp8, self.dense = job, settings, False, False

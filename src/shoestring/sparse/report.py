@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from shoestring.core.feature import Curve, Saving, Table
-from shoestring.sparse.layers import Choice
+from shoestring.sparse.layers import LinearLayers
 from shoestring.sparse.product import unpack
 from shoestring.sparse.shards import local, summed
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
-    from shoestring.sparse.attached import Method
+    from shoestring.sparse.attached import SparseMethod
 
 LOOK = 25
 """Steps between two looks at the masks, which cost a pass over all weights each."""
@@ -26,7 +26,7 @@ SMALL = 2048
 FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "
 
 
-def explained(choice: Choice, products: int, device: torch.device) -> str:
+def explained(choice: LinearLayers, products: int, device: torch.device) -> str:
     """What is sparse, what stays dense, what that can gain at most, and when it hurts."""
     count = len(choice.sparse)
     said = f"{count} linear layer{'s' * (count != 1)}, {choice.share:.0%} of the weights of all, "
@@ -45,10 +45,10 @@ def explained(choice: Choice, products: int, device: torch.device) -> str:
     return said
 
 
-class Meter:
+class MaskMetrics:
     """Numbers of a step, now and then: how often masks change, and what they keep of each layer."""
 
-    def __init__(self, job: Job, choice: Choice, method: Method) -> None:
+    def __init__(self, job: Job, choice: LinearLayers, method: SparseMethod) -> None:
         self.job, self.choice, self.method = job, choice, method
         self.before: dict[str, Tensor] = {}
         self.facts = job.trace.facts

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
-    from shoestring.sparse.attached import Method
-    from shoestring.sparse.layers import Choice
+    from shoestring.sparse.attached import SparseMethod
+    from shoestring.sparse.layers import LinearLayers
 
 MaskName = Literal["rows", "transposable", "greedy", "torch_default"]
 
@@ -42,7 +42,7 @@ class Sparsity(Feature):
         return False
 
     @abstractmethod
-    def method(self, job: Job) -> Method:
+    def method(self, job: Job) -> SparseMethod:
         """What computes the sparse weights of the job's model."""
 
     @property
@@ -67,7 +67,7 @@ class Sparsity(Feature):
                     hint="give each its own `layers`",
                 )
 
-    def choose(self, job: Job) -> Choice:
+    def choose(self, job: Job) -> LinearLayers:
         """The layers of the job's model that become sparse, and why others do not."""
         from shoestring.sparse.layers import choose
 
@@ -103,7 +103,7 @@ class SSTE(Sparsity):
     """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients); a simulation
     that shows what FP8 costs in loss and makes no step faster."""
 
-    def method(self, job: Job) -> Method:
+    def method(self, job: Job) -> SparseMethod:
         from shoestring.sparse.soft import Shrunk
 
         return Shrunk(job, self)
@@ -119,7 +119,7 @@ class SSTE(Sparsity):
 class Masked(Sparsity):
     """A way of training through a mask: dense weights get the gradient of the masked ones."""
 
-    def method(self, job: Job) -> Method:
+    def method(self, job: Job) -> SparseMethod:
         from shoestring.sparse.masked import Masks
 
         return Masks(job, self)

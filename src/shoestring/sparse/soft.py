@@ -30,7 +30,7 @@ def least_squares_scale(weight: Tensor) -> Tensor:
 
 
 class Shrunk:
-    """See `attached.Method`."""
+    """See `attached.SparseMethod`."""
 
     def __init__(self, job: Job, settings: SSTE) -> None:
         self.job, self.fp8, self.dense = job, settings.fp8, False

@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, BLOCKS, SEQUENCE, BATCH = 32, 16, 2, 8, 8
 HELD_OUT = 1_000_000  # the number of the first batch that is never trained on
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual layer over each token and its predecessor."""
 
     def __init__(self, dropout: float) -> None:
@@ -39,7 +39,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.scale = nn.Parameter(torch.full((WIDTH,), 2.0), requires_grad=False)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(ResidualBlock(dropout) for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight

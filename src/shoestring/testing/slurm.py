@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoestring.core.errors import WorldError
-from shoestring.testing.netlab.trial import environment
+from shoestring.testing.netlab.lab_run import environment
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch")
 PATIENCE = 180.0

@@ -25,7 +25,7 @@ NAME = "metrics"
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricsRow:
     """The metrics of one step; tensors where reading them would wait for an accelerator."""
 
     step: int
@@ -37,11 +37,11 @@ class NewestRows:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.unwritten: Callable[[], Iterable[Row]] = tuple
+        self.unwritten: Callable[[], Iterable[MetricsRow]] = tuple
         """Gives the rows that are not written yet; the throughput meter sets it."""
         self.unread: Tensor | None = None
         """What nobody has read of the rows that were saved last: (numbers,) on the accelerator, not waited for."""
-        self.restored: list[Row] = []
+        self.restored: list[MetricsRow] = []
         job.keep(NAME, self, across="own", merge=_of_the_first_rank)
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +64,9 @@ class NewestRows:
             unread = iter(state_dict["unread"].tolist() if "unread" in state_dict else ())
             for row in state_dict["rows"]:
                 values = row["values"] | {name: next(unread) for name in row["unread"]}
-                self.restored.append(Row(int(row["step"]), {name: float(value) for name, value in values.items()}))
+                self.restored.append(
+                    MetricsRow(int(row["step"]), {name: float(value) for name, value in values.items()})
+                )
 
     def write_missing(self, file: JsonLines) -> None:
         """Append the restored rows of steps after the last one in the file."""

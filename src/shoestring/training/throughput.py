@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoestring.core.job import Job
 from shoestring.report.sinks import Sink
-from shoestring.training.newest_rows import Row
+from shoestring.training.newest_rows import MetricsRow
 
 # Dense bf16 (fp16 before Ampere) peak in FLOP/s by device name, from the makers' data sheets. Longer names first.
 PEAKS = (
@@ -101,7 +101,7 @@ class Meter:
             values["bits_per_byte"] = value * self.nats_to_bits
         self.write(step, values | self._pace(self._marks))
 
-    def unwritten(self) -> Iterator[Row]:
+    def unwritten(self) -> Iterator[MetricsRow]:
         """The rows that no sink has got yet, as far as they are known: for a checkpoint that is made now."""
         job, newest = self.job, []
         if self._pending is not None:
@@ -110,7 +110,7 @@ class Meter:
             newest.append((job.progress.step, torch.as_tensor(job.numbers["loss"]), self._numbers()))
         for step, loss, numbers in newest:
             bits = {"bits_per_byte": loss * self.nats_to_bits} if self.nats_to_bits else {}
-            yield Row(step, {"loss": loss} | numbers | bits | self._pace([*self._marks, self._mark()]))
+            yield MetricsRow(step, {"loss": loss} | numbers | bits | self._pace([*self._marks, self._mark()]))
 
     def _numbers(self) -> dict[str, float | Tensor]:
         return {"lr": self.job.built_optimizer.param_groups[0]["lr"]} | self.job.numbers

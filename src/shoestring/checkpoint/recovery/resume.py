@@ -18,7 +18,7 @@ from shoestring.checkpoint.recovery.search import Choice, Recovery, seals_under
 from shoestring.checkpoint.tiers.claim import newest
 from shoestring.checkpoint.tiers.disk import MANIFEST, MARK
 from shoestring.checkpoint.tiers.keeper import REBUILT
-from shoestring.checkpoint.tiers.plain import Loader
+from shoestring.checkpoint.tiers.plain import Restorer
 from shoestring.checkpoint.tiers.slots import SEAL, Slot
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import CheckpointError
@@ -52,7 +52,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
     offers = recovery.offers(memory, disk)
     attempts.look()
     others = {offer.checkpoint for offer in offers}
-    loader = Loader(checkpointer.kept, world, Path(checkpointer.settings.folder))
+    loader = Restorer(checkpointer.kept, world, Path(checkpointer.settings.folder))
     in_one_file = loader.newest() if auto and not recovery.unseen else 0
     if only:
         offers = [offer for offer in offers if Path(offer.path).parent == only]
@@ -200,7 +200,7 @@ def forget_all(memory: Path) -> None:
 
 
 def _from_one_file(
-    checkpointer: Checkpointer, loader: Loader, where: str, others: Collection[CheckpointId]
+    checkpointer: Checkpointer, loader: Restorer, where: str, others: Collection[CheckpointId]
 ) -> int | None:
     """Resume from a checkpoint as `Plain` writes them. Checkpoints beside it are of what came before, or was given
     up."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import check_private
 from shoestring.core.errors import ShoestringError
-from shoestring.core.leases import HostMemory, Order
+from shoestring.core.leases import HostMemory, Priority
 from shoestring.core.world import World
 from shoestring.planning.system import free_memory, kills_for_memory, peak_above_now
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
 _ALL = 1e18  # bytes: no host has as many
-_ORDERS = {STAGING: Order.REQUIRED, OWN: Order.CHECKPOINT, HELD: Order.PEERS}
+_PRIORITIES = {STAGING: Priority.REQUIRED, OWN: Priority.CHECKPOINT, HELD: Priority.PEERS}
 
 
 def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> None:
@@ -59,7 +59,7 @@ def _allowed(note: Path) -> float:
 
 def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
     """Why there is no room for some slots any more, which must be freed, and then given; empty where there is."""
-    if memory.take(name, slots * nbytes, _ORDERS[name]):
+    if memory.take(name, slots * nbytes, _PRIORITIES[name]):
         return ""
     has = memory.described(but=name)
     return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {has}"
@@ -67,5 +67,5 @@ def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
 
 def release(memory: HostMemory) -> None:
     """Give everything back."""
-    for name in _ORDERS:
+    for name in _PRIORITIES:
         memory.give(name)

@@ -23,9 +23,9 @@ from shoestring.checkpoint.tiers.claim import Claim
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import tried
 from shoestring.checkpoint.tiers.rank_group import RankGroup
-from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, Schedule
+from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, CheckpointSchedule
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, oldest
-from shoestring.checkpoint.tiers.waits import Worker, result_of
+from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -66,7 +66,7 @@ class Keeper:
     folder: Path
     """Of this host's slots."""
     claim: Claim
-    schedule: Schedule
+    schedule: CheckpointSchedule
     standing: Standing
     pinned: Slot | None = None
     """The own slot whose checkpoint the peers have, too."""
@@ -75,7 +75,7 @@ class Keeper:
         self.group = RankGroup.join(self.world, "copying a checkpoint to peers or to disk")
         self.disk, self.files = self.claim.disk, self.claim.disk.files
         self.held = [Slot(self.folder / f"held-{self.world.local_rank}-{index}", self.files) for index in range(2)]
-        self._thread = Worker("checkpoint-keep")
+        self._thread = BackgroundThread("checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
         self._nbytes = 0  # of what is kept

@@ -121,7 +121,7 @@ class Saver:
 
 
 @dataclass(frozen=True)
-class Loader:
+class Restorer:
     """Restores what is kept from such files."""
 
     kept: Mapping[str, Kept]

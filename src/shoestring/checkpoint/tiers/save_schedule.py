@@ -28,7 +28,7 @@ _MINUTE = 60.0  # seconds of training; a difference below is no news
 _RECENT = 0.2  # weight of the newest measurement
 
 
-class Schedule:
+class CheckpointSchedule:
     """Steps between checkpoints, the same on all ranks: numbers from the run file, or planned from costs that are
     agreed."""
 

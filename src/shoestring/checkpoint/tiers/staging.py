@@ -21,7 +21,7 @@ from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, l
 from shoestring.checkpoint.format.part import Draft, Form, aligned
 from shoestring.checkpoint.format.tree import encode, root, step
 from shoestring.checkpoint.tiers.slots import Slot
-from shoestring.checkpoint.tiers.waits import Worker, result_of
+from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
 from shoestring.core.trace import span
@@ -175,8 +175,8 @@ class Stager:
     _began: float = 0.0
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
     """Seconds from the start of each of the newest copies to where its end was waited for."""
-    _copier: Worker = field(default_factory=lambda: Worker("checkpoint-copy"))
-    _follower: Worker = field(default_factory=lambda: Worker("checkpoint-seal"))
+    _copier: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-copy"))
+    _follower: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-seal"))
     _copying: Future[None] | None = None
     """Until the training thread may continue; on a GPU, once the copies are issued."""
     _copied: Future[None] | None = None

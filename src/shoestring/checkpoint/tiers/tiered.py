@@ -28,7 +28,7 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files, tried
 from shoestring.checkpoint.tiers.keeper import Keeper, Standing
 from shoestring.checkpoint.tiers.rank_group import Pending, RankGroup
-from shoestring.checkpoint.tiers.save_schedule import DISK, MEMORY, PEERS, Schedule
+from shoestring.checkpoint.tiers.save_schedule import DISK, MEMORY, PEERS, CheckpointSchedule
 from shoestring.checkpoint.tiers.slots import Slot, oldest
 from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.checkpoint.tiers.waits import result_of
@@ -62,7 +62,7 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self.group = RankGroup.join(self.world, "agreeing on checkpoints")
         local = self.world.local_rank
-        self.schedule = Schedule(self.settings, self.world.hosts)
+        self.schedule = CheckpointSchedule(self.settings, self.world.hosts)
         threads = threads_beside(self.world.local_size)
         names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
         self.own = [Slot(self.folder / name, self.files, threads) for name in names]

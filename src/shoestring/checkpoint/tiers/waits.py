@@ -7,11 +7,11 @@ What this package waits for, and what ends each wait:
   only for exchanges that have begun, and each of those ends by that timeout;
 - locks: `Files.lock` polls for `WAIT` seconds; a lock on a new file beside another (`storage.whole`) is not waited for;
 - a GPU: only the threads here wait for one (`Stager`); the training thread waits for them by `result_of`;
-- a mount that does not answer: no program can interrupt that. Weights and optimizer state are written on a `Worker`, so
-  that training is told by `result_of`. The training thread itself opens and renames small files only: the lock and the
-  history when a run starts, and the history again after it could not be written.
+- a mount that does not answer: no program can interrupt that. Weights and optimizer state are written on a
+  `BackgroundThread`, so that training is told by `result_of`. The training thread itself opens and renames small files
+  only: the lock and the history when a run starts, and the history again after it could not be written.
 
-A thread that is stuck keeps no process from ending: see `Worker`.
+A thread that is stuck keeps no process from ending: see `BackgroundThread`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
         ) from error
 
 
-class Worker:
+class BackgroundThread:
     """A thread that does what it is given, one after the other.
 
     A process that ends lets it finish for `PATIENCE` seconds at most. The threads of an executor would be waited for

@@ -26,7 +26,7 @@ from shoestring.comm.codecs.codec import CodecFactory
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
-from shoestring.planning.simulate import Plan
+from shoestring.planning.simulate import Decision
 
 log = logging.getLogger("shoestring")
 
@@ -57,7 +57,7 @@ class Chooser:
         self.job, self.name, self.codecs, self.install = job, name, codecs, install
         self.trials, self.torus = trials, torus
         self.choice: Candidate | None = None
-        self.plan: Plan | None = None
+        self.decision: Decision | None = None
         self.measured: Measurements | None = None
         self.inner: Any = None  # what the exchange itself keeps
         self.times: list[float] = []
@@ -73,9 +73,10 @@ class Chooser:
         self.job.at(Phase.PROJECT, self._stop_clock)
 
     def __str__(self) -> str:
-        if self.plan is None:
+        if self.decision is None:
             return str(self.choice or "")
-        text = f"{self.plan.choice}, {self.plan.reason}; {self.plan.seconds:.3g} s a step before the optimizer's"
+        decision = self.decision
+        text = f"{decision.choice}, {decision.reason}; {decision.seconds:.3g} s a step before the optimizer's"
         doubt = self.measured and explain_spread(self.measured)
         return f"{text}; {doubt}" if doubt else text
 
@@ -86,8 +87,8 @@ class Chooser:
             began = time.perf_counter()
             trial = Trial(self.job, self.forward, batch, self.codecs, trials=self.trials, torus=self.torus)
             measured = self.measured = trial.measure()
-            plan, choice = self.job.world.decide(lambda: [asdict(part) for part in decide(measured)])
-            self.plan = Plan(**plan)
+            decision, choice = self.job.world.decide(lambda: [asdict(part) for part in decide(measured)])
+            self.decision = Decision(**decision)
             self.adopt(Candidate.from_json(choice))
             log.info("%s: %s", self.name, self)
             self.job.trace.aside += time.perf_counter() - began
@@ -123,7 +124,7 @@ class Chooser:
         self.began = time.perf_counter()
 
     def _stop_clock(self) -> None:
-        if self.plan is None or len(self.times) == TIMED_STEPS:
+        if self.decision is None or len(self.times) == TIMED_STEPS:
             return
         synchronize(self.job.world.device)
         self.times.append(time.perf_counter() - self.began)
@@ -131,8 +132,8 @@ class Chooser:
             accumulated = self.forwards // TIMED_STEPS - 1
             facts = self.job.trace.facts
             rest = median(self.times[1:]) + accumulated * facts["local_seconds"]
-            facts["predicted_step_seconds"] = self.plan.seconds + rest
-            facts["predicted_ddp_seconds"] = next(iter(self.plan.predicted.values())) + rest
+            facts["predicted_step_seconds"] = self.decision.seconds + rest
+            facts["predicted_ddp_seconds"] = next(iter(self.decision.predicted.values())) + rest
             self.job.forward = self.forward
 
     # -- what survives a restart --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from shoestring.comm.exchange.coordinator import deal_cohorts
 from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
-from shoestring.planning.simulate import Plan, Priced, choose, makespan
+from shoestring.planning.simulate import Decision, Priced, choose, makespan
 
 WIDE = 2.0  # slowest over fastest of equal passes, beyond which a prediction is called rough
 MARGIN = 0.05  # share of DDP's time by which a candidate must beat it
@@ -125,7 +125,7 @@ class Measurements:
         return CodecCost.fit(self.pieces, slowest[:-1], slowest[-1])
 
 
-def decide(measured: Measurements) -> tuple[Plan, Candidate]:
+def decide(measured: Measurements) -> tuple[Decision, Candidate]:
     """Choose DDP as it is, unless a candidate is faster by more than `MARGIN`; then the fastest candidate.
 
     The first parts of a chosen codec stay uncompressed where their exchange is overlapped by computing anyway, because
@@ -135,12 +135,13 @@ def decide(measured: Measurements) -> tuple[Plan, Candidate]:
     ddp, *others = list_candidates(measured)
     candidates = {"DDP": ddp} | {str(candidate): candidate for candidate in others}
     prices = {name: price(candidate, measured, costs) for name, candidate in candidates.items()}
-    plan = choose(prices, trace, cluster, margin=MARGIN)
-    candidate = candidates[plan.choice]
+    decision = choose(prices, trace, cluster, margin=MARGIN)
+    candidate = candidates[decision.choice]
     for variant, seconds in leave_first_parts_whole(candidate, measured, costs, trace, cluster):
-        if seconds <= plan.seconds * (1 + MARGIN / 2):
-            return replace(plan, choice=str(variant), predicted=plan.predicted | {str(variant): seconds}), variant
-    return plan, candidate
+        if seconds <= decision.seconds * (1 + MARGIN / 2):
+            predicted = decision.predicted | {str(variant): seconds}
+            return replace(decision, choice=str(variant), predicted=predicted), variant
+    return decision, candidate
 
 
 def explain_spread(measured: Measurements) -> str:

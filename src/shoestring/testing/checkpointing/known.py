@@ -31,7 +31,7 @@ PAGE = 4096  # bytes that a disk writes at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class RunSetup:
     """A run."""
 
     folder: str
@@ -60,7 +60,7 @@ class Setting:
 
 
 @dataclass
-class Known:
+class KnownState:
     """State that is a function of the step."""
 
     make: Callable[[int], dict[str, Any]]
@@ -73,7 +73,7 @@ class Known:
         self.content = state_dict
 
 
-def trained(checkpointer: Checkpointer, state: Known, progress: Progress, steps: Iterable[int]) -> None:
+def trained(checkpointer: Checkpointer, state: KnownState, progress: Progress, steps: Iterable[int]) -> None:
     """Save the states of these steps, each as far as it goes."""
     for step in steps:
         state.content, progress.step = state.make(step), step
@@ -107,18 +107,18 @@ def private(rank: int, step: int) -> dict[str, Any]:
 class Trainee:
     """A rank: what it keeps, and its part in saving."""
 
-    setting: Setting
+    setting: RunSetup
     progress: Progress
-    states: dict[str, Known]
+    states: dict[str, KnownState]
     checkpointer: Checkpointer
 
     @classmethod
-    def of(cls, setting: Setting, files: Files | None = None) -> Trainee:
+    def of(cls, setting: RunSetup, files: Files | None = None) -> Trainee:
         """A collective."""
         rank = dist.get_rank()
         world = World(rank, setting.ranks, rank % setting.local, setting.local)
         mesh = DeviceMesh("cpu", list(range(setting.ranks)))
-        states = {"model": Known(partial(common, mesh)), "mine": Known(partial(private, rank))}
+        states = {"model": KnownState(partial(common, mesh)), "mine": KnownState(partial(private, rank))}
         host, progress = rank // setting.local, Progress()
         kept = {
             "model": Kept(states["model"], "shard", None),
@@ -182,9 +182,9 @@ def content(rank: int, step: int) -> dict[str, Any]:
     return {"bytes": torch.randint(256, (2 * PAGE + 100,), dtype=torch.uint8, generator=draw), "step": step}
 
 
-def build_checkpointer(root: Path, rank: int, ranks: int, files: Files) -> tuple[Checkpointer, Known, Progress]:
+def build_checkpointer(root: Path, rank: int, ranks: int, files: Files) -> tuple[Checkpointer, KnownState, Progress]:
     """A rank that saves to disk below `root`, in a folder of a folder that are not there yet."""
-    state, progress = Known(partial(content, rank)), Progress()
+    state, progress = KnownState(partial(content, rank)), Progress()
     kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
     memory = root.with_name(f"{root.name}-memory-{rank}")
     settings = Tiered(

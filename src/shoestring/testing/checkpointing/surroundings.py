@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 
-class Listener(logging.Handler):
+class LogCollector(logging.Handler):
     """Collects what the user is told."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Listener(logging.Handler):
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What is said in the block."""
-    log, listener = logging.getLogger("shoestring"), Listener()
+    log, listener = logging.getLogger("shoestring"), LogCollector()
     before, log.propagate = log.propagate, False
     log.addHandler(listener)
     try:

@@ -45,7 +45,7 @@ GATE = "gate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class FaultyRun:
     """A run, and what is to befall one of its starts."""
 
     folder: str
@@ -133,7 +133,7 @@ class Massive(nn.Module):
 
 def work(text: str, rank: int) -> None:
     """One rank of a task that is forked."""
-    task = Task(**json.loads(text))
+    task = FaultyRun(**json.loads(text))
     os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
     meeting = task.place / f"meeting-{task.start}"
     train(task, rank, partial(dist.init_process_group, "gloo", init_method=f"file://{meeting}", world_size=task.ranks))
@@ -142,13 +142,13 @@ def work(text: str, rank: int) -> None:
 def under_torchrun(text: str) -> None:
     """One rank of a task that torchrun starts."""
     rank = int(os.environ["RANK"])
-    task = replace(Task(**json.loads(text)), start=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    task = replace(FaultyRun(**json.loads(text)), start=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     say(task, rank, "pids", json.dumps([task.start, os.getpid()]))
     os.environ |= {"LOCAL_RANK": str(rank % task.local), "LOCAL_WORLD_SIZE": str(task.local)}
     train(task, rank, partial(dist.init_process_group, "gloo"))
 
 
-def train(task: Task, rank: int, meet: Callable[..., None]) -> None:
+def train(task: FaultyRun, rank: int, meet: Callable[..., None]) -> None:
     """Train to the end, or to this rank's own; what is said lands in the task's folder.
 
     Args:
@@ -178,7 +178,7 @@ def train(task: Task, rank: int, meet: Callable[..., None]) -> None:
 
 
 @contextmanager
-def gate(task: Task) -> Iterator[Callable[[], None]]:
+def gate(task: FaultyRun) -> Iterator[Callable[[], None]]:
     """Keeps the ranks of a task from their last step until it is opened, so that a run cannot end before it is struck.
 
     Yields:
@@ -189,13 +189,13 @@ def gate(task: Task) -> Iterator[Callable[[], None]]:
         yield partial(fcntl.flock, file, fcntl.LOCK_UN)
 
 
-def pass_gate(task: Task) -> None:
+def pass_gate(task: FaultyRun) -> None:
     """Wait until the gate is open, if there is one."""
     with (task.place / GATE).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
-def job_of(task: Task, trace: Trace) -> Job:
+def job_of(task: FaultyRun, trace: Trace) -> Job:
     """The tiny task of the conformance suite with dropout, and PowerSGD's residuals where ranks are replicas."""
     world = World.current()
     features: list[Feature] = [FSDP()] if task.under == "fsdp" else [DDP(), PowerSGD(rank=1, parts=1)]
@@ -214,7 +214,7 @@ def job_of(task: Task, trace: Trace) -> Job:
     return job
 
 
-def weights_of(task: Task) -> int:
+def weights_of(task: FaultyRun) -> int:
     """How many weights the mass is: with AdamW's moments a rank holds its share, or all and PowerSGD's residual."""
     each = 4 * (3 / task.ranks if task.under == "fsdp" else 4)
     return int(task.mass / each)
@@ -224,7 +224,7 @@ def safe_steps(job: Job) -> list[int]:
     return [int(job.trace.facts.get(f"checkpoint_safe_{level}", 0)) for level in ("memory", "peers", "disk")]
 
 
-def say(task: Task, rank: int, what: str, text: str) -> None:
+def say(task: FaultyRun, rank: int, what: str, text: str) -> None:
     """Append a line, which a killed process has said if it is whole."""
     descriptor = os.open(task.place / f"{what}-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
@@ -253,7 +253,7 @@ def context() -> ForkServerContext:
     return found
 
 
-def start(task: Task) -> Sequence[BaseProcess]:
+def start(task: FaultyRun) -> Sequence[BaseProcess]:
     server = context()
     ranks = [server.Process(target=work, args=(json.dumps(asdict(task)), rank)) for rank in range(task.ranks)]
     for rank in ranks:
@@ -262,7 +262,7 @@ def start(task: Task) -> Sequence[BaseProcess]:
 
 
 @contextmanager
-def started(task: Task) -> Iterator[Sequence[BaseProcess]]:
+def started(task: FaultyRun) -> Iterator[Sequence[BaseProcess]]:
     """The ranks of a task; whoever is left at the end is killed."""
     ranks = start(task)
     try:
@@ -273,7 +273,7 @@ def started(task: Task) -> Iterator[Sequence[BaseProcess]]:
             rank.join()
 
 
-def run(task: Task, kill_after: float = 0.0, draw: random.Random | None = None) -> bool:
+def run(task: FaultyRun, kill_after: float = 0.0, draw: random.Random | None = None) -> bool:
     """One start of a task: whether it came to its end.
 
     Args:
@@ -297,7 +297,7 @@ def run(task: Task, kill_after: float = 0.0, draw: random.Random | None = None) 
 
 
 @dataclass(frozen=True)
-class Story:
+class RunOutcome:
     """What happened to a task that was started until it ended."""
 
     digests: tuple[str, ...]
@@ -306,7 +306,7 @@ class Story:
     """The named points that its last start passed, and the ranks that did."""
 
 
-def finished(task: Task) -> Story:
+def finished(task: FaultyRun) -> RunOutcome:
     """What a task that has ended left.
 
     Raises:
@@ -317,7 +317,7 @@ def finished(task: Task) -> Story:
     points: dict[str, tuple[int, ...]] = {}
     for rank, (_, passed) in enumerate(ends):
         points |= {point: (*points.get(point, ()), rank) for point in passed}
-    return Story(tuple(end[0] for end in ends), len(begun), points)
+    return RunOutcome(tuple(end[0] for end in ends), len(begun), points)
 
 
 def lines(path: Path) -> list[Any]:
@@ -327,12 +327,12 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def safe(task: Task) -> int:
+def safe(task: FaultyRun) -> int:
     """The newest step that any rank has said to be safe."""
     return max((line[1] for rank in range(task.ranks) for line in lines(task.place / f"safe-{rank}.jsonl")), default=0)
 
 
-def began(task: Task) -> int | None:
+def began(task: FaultyRun) -> int | None:
     """The step that the newest start went on from, as the first rank said; None where it did not come that far."""
     found = [line for line in lines(task.place / "starts-0.jsonl") if line[0] == task.start]
     return found[-1][1] if found else None

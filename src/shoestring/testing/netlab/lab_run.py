@@ -41,13 +41,13 @@ every = {every}
 
 
 @dataclass(frozen=True)
-class Trial:
+class LabRun:
     """A run file, a corpus, and the folder that all hosts share, in one folder."""
 
     folder: Path
 
     @classmethod
-    def prepare(cls, folder: Path) -> Trial:
+    def prepare(cls, folder: Path) -> LabRun:
         """Write the corpus and the run file."""
         words, draw = ["red", "green", "blue", "fish", "river", "stone", "sky", "runs", "sleeps"], random.Random(0)
         lines = (" ".join(draw.choices(words, k=9)) for _ in range(600))
@@ -124,26 +124,26 @@ def environment() -> dict[str, str]:
     }
 
 
-def undisturbed(lab: Lab, trial: Trial, name: str) -> Program:
+def undisturbed(lab: Lab, lab_run: LabRun, name: str) -> Program:
     """Two hosts, to which nothing happens."""
-    job = trial.start(lab, name)
+    job = lab_run.start(lab, name)
     job.check(PATIENCE)
     return job
 
 
-def killed(lab: Lab, trial: Trial, name: str, rank: int = 1) -> Program:
+def killed(lab: Lab, lab_run: LabRun, name: str, rank: int = 1) -> Program:
     """The agents start the ranks again after one of them died."""
-    job = trial.start(lab, name)
-    trial.reach(job, name, STRIKE)
+    job = lab_run.start(lab, name)
+    lab_run.reach(job, name, STRIKE)
     lab.kill(rank)
     job.check(PATIENCE)
     return job
 
 
-def replaced(lab: Lab, trial: Trial, name: str) -> Program:
+def replaced(lab: Lab, lab_run: LabRun, name: str) -> Program:
     """A host is lost with its memory and disk, and a fresh one of the same name joins."""
-    job = trial.start(lab, name, "--run.timeout", "10")
-    trial.reach(job, name, STRIKE)
+    job = lab_run.start(lab, name, "--run.timeout", "10")
+    lab_run.reach(job, name, STRIKE)
     lab.remove(1)
     lab.add(1)
     job.join(1)
