@@ -33,8 +33,9 @@ class Settings:
     """The table [run]: what is trained, on what, for how long, and where results go."""
 
     model: str = "shoestring.models.gpt:tiny"
-    """Model to train: `package.module:callable` that returns an nn.Module, or `hf:PATH`, a causal language model that
-    transformers loads by that path or name. The table [model] holds its arguments."""
+    """Model to train: `package.module:callable` that returns an nn.Module, `hf:PATH`, a causal language model that
+    transformers loads by that path or name, or the folder of a run or of a model, whose weights training starts from.
+    The table [model] holds its arguments."""
     data: str | tuple[str, ...] = "python-stdlib"
     """Source of the data: `python-stdlib`, paths or globs of .txt, .jsonl and .parquet files, a .tokens file,
     `hf:NAME`, or `package.module:callable`. A list of sources is mixed in the proportion of `data.weights`."""

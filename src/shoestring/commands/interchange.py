@@ -22,9 +22,9 @@ from shoestring.commands.archive import Archive, FoundCheckpoint
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.core.feature import Feature, export_weights
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf, saving
+from shoestring.models import hf, saving, slorb
 from shoestring.models.gpt import GPT
-from shoestring.models.loading import build_model, load_model
+from shoestring.models.loading import build_model, load_model, origin_of
 from shoestring.storage.whole import write_atomic
 
 Way = Literal["safetensors", "dcp", "hf"]
@@ -74,23 +74,24 @@ def read_origin(archive: Archive) -> ModelOrigin:
     path = archive.run / "tokenizer.json"
     tokenizer = load_tokenizer(path) if path.is_file() else None
     offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
-    origin = {"model": run.settings.model, "arguments": dict(run.model), "offered": offered}
-    if (archive.run / saving.PRETRAINED).is_dir():
-        origin["model"] = f"{hf.PREFIX}{archive.run / saving.PRETRAINED}"
-    return ModelOrigin(origin, tokenizer)
+    target, pretrained = run.settings.model, archive.run / saving.PRETRAINED
+    if pretrained.is_dir():
+        target = f"{hf.PREFIX}{pretrained}" if target.startswith(hf.PREFIX) else str(pretrained)
+    return ModelOrigin(origin_of(target, run.model, offered), tokenizer)
 
 
 def _as_the_run_does(archive: Archive, content: exports.Saved, to: Path) -> None:
     """The folder that the run itself would write at its end: in Llama's layout, or in the model's own."""
     source = read_origin(archive)
     model = build_model(source.origin["model"], source.origin["arguments"], source.origin["offered"], weights=False)
-    if not isinstance(model, GPT) and not callable(getattr(model, "save_pretrained", None)):
+    state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
+    own_format = isinstance(model, GPT) or callable(getattr(model, "save_pretrained", None))
+    if not own_format and not slorb.names_in(state):
         raise CheckpointError(
             f"`{source.origin['model']}` has no layout of Hugging Face's", hint="use --as safetensors"
         )
-    state = {name: stored.read() for name, stored in _leaving(archive, content).items()}
     try:
-        model.load_state_dict(state)
+        slorb.fill(model, state)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise CheckpointError(f"{content.source} does not fit `{source.origin['model']}`: {reason}") from error
@@ -107,7 +108,7 @@ def _weights(archive: Archive, content: exports.Saved, to: Path) -> None:
         for name in _twins(model) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
-    if source is None:
+    if source is None or slorb.names_in(tensors):  # a plain model has no place for adapters
         return
     if model is not None and hf.is_pretrained(model):
         hf.save_config(model, to, saving.TRANSFORMERS)

@@ -25,7 +25,7 @@ class Data:
     text."""
     tokenizer: str = "bpe"
     """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes that of an
-    `hf:` model, and anything else is the path of a tokenizer.json."""
+    `hf:` model or of the folder that the model is in, and anything else is the path of a tokenizer.json."""
     vocabulary: int = 2048
     """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
     vocabulary shortens the text and enlarges the embedding."""

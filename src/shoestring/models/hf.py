@@ -98,11 +98,16 @@ def save(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> None:
 
 def save_config(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> None:
     """Write config.json alone, with `marker` added to it."""
+    write_atomic(folder / CONFIG, json.dumps(config_of(model, marker), indent=2, sort_keys=True).encode())
+
+
+def config_of(model: nn.Module, marker: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json, with `marker` added to it."""
     config: Any = model.config
     content = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]} | dict(marker)
     if (caching := getattr(model, _CACHING, None)) is not None:
         content["use_cache"] = caching
-    write_atomic(folder / CONFIG, json.dumps(content, indent=2, sort_keys=True).encode())
+    return content
 
 
 def remember(name: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf, llama, packed24
+from shoestring.models import hf, llama, packed24, slorb
 from shoestring.models.gpt import GPT
-from shoestring.models.saving import MARKER
+from shoestring.models.saving import MARKER, model_folder
 from shoestring.naming import resolve
 
 
@@ -50,14 +51,18 @@ def build_model(
     """Call `run.model` with [model]'s arguments, and with those of `from_data` (vocab_size, context) that it takes.
 
     Args:
-        weights: False where a state is loaded afterwards: the files of an `hf:` model are then not read.
+        target: `package.module:callable`, `hf:NAME`, or the folder of a run or of a model to start from.
+        weights: False where a state is loaded afterwards: the files of a model are then not read.
 
     Raises:
         ConfigError: an argument it does not take (with the nearest one), or it does not return a trainable module.
+        CheckpointError: the weights of a folder are missing or damaged.
     """
     torch.manual_seed(seed)
     if target.startswith(hf.PREFIX):
         return hf.build(target.removeprefix(hf.PREFIX), arguments, from_data, weights=weights)
+    if ":" not in target and (folder := model_folder(target)) is not None:
+        return _start_from(folder, arguments, from_data, weights=weights)
     build = resolve(target, "run.model")
     accepted = _accepted(build)
     given = {name: value for name, value in from_data.items() if accepted is None or name in accepted} | dict(arguments)
@@ -95,15 +100,8 @@ def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
     """
     if str(path).startswith(hf.PREFIX):
         return _from_hub(str(path).removeprefix(hf.PREFIX))
-    folder = Path(path)
-    folder = folder / "model" if (folder / "model" / "config.json").is_file() else folder
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"`{path}` holds no model: {error}", hint="name a run folder or a model folder"
-        ) from error
-    built = _reader(config, folder)(folder)
+    folder = model_folder(path) or Path(path)
+    built = READERS[_format(_config(folder), folder)](folder)
     tokenizer = folder / "tokenizer.json"
     return built.eval(), load_tokenizer(tokenizer) if tokenizer.is_file() else None
 
@@ -123,21 +121,22 @@ def _from_module(folder: Path) -> nn.Module:
     return built
 
 
-def _from_packed(folder: Path) -> nn.Module:
-    """A model whose linear layers are packed: built as its own format has it, with packed layers in their places."""
-    config = json.loads((folder / "config.json").read_text())
+def _from_replaced(folder: Path) -> nn.Module:
+    """A model some of whose layers are packed or have adapters: built as its own format has it, then changed."""
+    config = _config(folder)
     mark = config[MARKER]
     try:
-        built = _built(mark["of"], config, folder).to(getattr(torch, mark["dtype"]))
+        built = _unfilled(mark["of"], config, folder).to(getattr(torch, mark["dtype"]))
         packed24.replace(built, mark["layers"]["2:4"])
+        slorb.make_room(built, mark["layers"].get(slorb.NAME, {}))
         load_weights(built, str(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"cannot load the packed model in `{folder}`: {error}") from error
+        raise CheckpointError(f"cannot load the {mark['format']} model in `{folder}`: {error}") from error
     return built
 
 
-def _built(mark: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> nn.Module:
-    """The model of a packed folder before packing, with weights of its own."""
+def _unfilled(mark: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> nn.Module:
+    """The model of a folder in its plain form, with weights of its own."""
     if mark["format"] == "gpt":
         return GPT(llama.from_llama_config(config, str(folder / "config.json")))
     if mark["format"] == "transformers":
@@ -148,18 +147,70 @@ def _built(mark: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> 
 READERS: dict[str, Callable[[Path], nn.Module]] = {
     "gpt": llama.load_pretrained,
     "module": _from_module,
-    "packed": _from_packed,
+    "packed": _from_replaced,
+    "adapted": _from_replaced,
     "transformers": lambda folder: hf.load(str(folder)),
 }
 """What opens a model folder, by the format that it is marked with."""
 
 
-def _reader(config: Any, folder: Path) -> Callable[[Path], nn.Module]:
-    """By the marker; without one, our GPT opens the Llamas that it computes, and transformers all else."""
+def _start_from(
+    folder: Path, arguments: Mapping[str, Any], from_data: Mapping[str, Any], *, weights: bool
+) -> nn.Module:
+    """The model of a folder to train further, in float32; see `build_model`."""
+    config = _config(folder)
+    form = _format(config, folder)
+    if form == "transformers":
+        return hf.build(str(folder), arguments, from_data, weights=weights)
+    if form in ("packed", "adapted"):
+        raise ConfigError(f"the model in `{folder}` is {form} and cannot be trained", hint="start from the dense model")
+    if arguments:
+        raise ConfigError(f"the model in `{folder}` takes no arguments, got {', '.join(arguments)}")
+    if weights and torch.get_default_device().type != "meta":
+        built = READERS[form](folder).float()
+    else:
+        mark = config.get(MARKER)
+        built = _unfilled({**(mark if isinstance(mark, dict) else {}), "format": form}, config, folder)
+    for name in ("vocab_size", "context"):
+        has, wants = getattr(getattr(built, "config", None), name, None), from_data.get(name, 0)
+        if isinstance(has, int) and has < wants:
+            hint = 'set data.tokenizer = "model"' if name == "vocab_size" else "lower data.sequence"
+            raise ConfigError(f"the model in `{folder}` has a {name} of {has}, and the data needs {wants}", hint=hint)
+    return built
+
+
+def origin_of(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """What builds a run's model again, for config.json; the folder that it began from is resolved to what is in it."""
+    folder = model_folder(target) if ":" not in target else None
+    if folder is None:
+        return {"model": target, "arguments": dict(arguments), "offered": dict(offered)}
+    config = _config(folder)
+    form = _format(config, folder)
+    if form == "transformers":
+        return {"model": f"{hf.PREFIX}{folder}", "arguments": dict(arguments), "offered": dict(offered)}
+    if form == "gpt":
+        shape = asdict(llama.from_llama_config(config, str(folder / "config.json")))
+        return {"model": "shoestring.models.gpt:tiny", "arguments": shape, "offered": dict(offered)}
+    return {name: config[MARKER][name] for name in ("model", "arguments", "offered")}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"`{folder}` holds no model: {error}", hint="name a run folder or a model folder"
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"`{folder / 'config.json'}` is not a JSON object")
+    return config
+
+
+def _format(config: Mapping[str, Any], folder: Path) -> str:
+    """By the marker; without one, our GPT opens the Llamas that it computes, and transformers all else."""
     if MARKER not in config:
-        return READERS["gpt" if llama.supports(config) else "transformers"]
+        return "gpt" if llama.supports(config) else "transformers"
     mark = config[MARKER]
     form = mark.get("format", "module") if isinstance(mark, dict) else mark  # the first version wrote no format
     if form not in READERS:
@@ -167,4 +218,4 @@ def _reader(config: Any, folder: Path) -> Callable[[Path], nn.Module]:
             f"`{folder}` has the format {form!r}, this version reads {', '.join(READERS)}",
             hint="install a newer version of shoestring",
         )
-    return READERS[form]
+    return form

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoestring import native
 from shoestring.core.errors import ConfigError
+from shoestring.models import slorb
 
 GROUP = 8
 """Inputs come in multiples of eight, two groups of four, whose four places fill one byte."""
@@ -195,6 +196,11 @@ def replace(model: nn.Module, names: Iterable[str]) -> None:
         model.set_submodule(name, PackedLinear.like(linear))
 
 
+def packed(model: nn.Module) -> list[str]:
+    """The names of the layers that are packed."""
+    return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+
+
 def pack_layers(model: nn.Module) -> list[str]:
     """Replace every linear layer that is 2:4, and whose weight no other module uses, by a packed one.
 
@@ -210,5 +216,8 @@ def pack_layers(model: nn.Module) -> list[str]:
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        model.set_submodule(name, PackedLinear.from_linear(linear))
+        packed = PackedLinear.from_linear(linear)
+        if isinstance(factor := getattr(linear, slorb.NAME, None), nn.Parameter):
+            slorb.adapt(packed, factor)
+        model.set_submodule(name, packed)
     return names

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.models import hf, llama, packed24
+from shoestring.models import hf, llama, packed24, slorb
 from shoestring.models.gpt import GPT
 from shoestring.storage.whole import replaced_folder, write_atomic
 
@@ -21,7 +21,7 @@ MARKER = "shoestring"
 """The key in config.json under which a model folder says its `format`: which of `READERS` opens it."""
 TRANSFORMERS = {MARKER: {"format": "transformers"}}
 PRETRAINED = "pretrained"
-"""The folder in a run's folder that holds the configuration of the `hf:` model it began with."""
+"""The folder in a run's folder that holds the configuration of the `hf:` model or the model folder it began with."""
 
 
 def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, origin: Mapping[str, Any]) -> None:
@@ -30,19 +30,56 @@ def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, orig
     An earlier model in the folder stays whole until this one is; what else is there stays.
     """
     with replaced_folder(folder) as new:
-        own_format = getattr(built, "save_pretrained", None)
-        if isinstance(built, GPT):
-            llama.save_pretrained(built, new)
-        elif hf.is_pretrained(built):
-            hf.save(built, new, TRANSFORMERS)
-        elif callable(own_format):
-            own_format(new)
-        else:
-            _save_weights(built, new / "model.safetensors")
-            write_atomic(new / "config.json", json.dumps(config_of(origin), indent=2).encode())
+        _write(built, new, config_of(origin))
         if tokenizer is not None:
             save_tokenizer(tokenizer, new, origin)
         _carry_over(folder, new)
+
+
+def save_like(built: nn.Module, source: Path, folder: Path) -> None:
+    """Write a model in the format of the folder `source` that it was opened from, whose other files are carried over.
+
+    An earlier model in the folder stays whole until this one is.
+    """
+    with replaced_folder(folder) as new:
+        _write(built, new, json.loads((source / "config.json").read_text()))
+        _carry_over(source, new)
+
+
+def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
+    """The model's files; with `config` as config.json where its class has no format of its own."""
+    own_format = getattr(built, "save_pretrained", None)
+    if slorb.adapted(built):
+        dtype = next(built.parameters()).dtype
+        if isinstance(built, GPT):
+            config = llama.to_llama_config(built.config, dtype) | {MARKER: {"format": "gpt"}}
+        elif hf.is_pretrained(built):
+            config = hf.config_of(built, TRANSFORMERS)
+        _save_replaced(built, new, config)
+    elif isinstance(built, GPT):
+        llama.save_pretrained(built, new)
+    elif hf.is_pretrained(built):
+        hf.save(built, new, TRANSFORMERS)
+    elif callable(own_format):
+        own_format(new)
+    else:
+        _save_weights(built, new / "model.safetensors")
+        write_atomic(new / "config.json", json.dumps(config, indent=2).encode())
+
+
+def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
+    """A model some of whose layers are packed or have adapters, with what its plain form has in config.json."""
+    packed, adapted = packed24.packed(built), slorb.adapted(built)
+    of = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
+    dtype = next(tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
+    mark = {
+        "format": "packed" if packed else "adapted",
+        "of": of.get("of", of),
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": {"2:4": packed} | ({slorb.NAME: adapted} if adapted else {}),
+    }
+    _save_weights(built, new / "model.safetensors")
+    write_atomic(new / "config.json", json.dumps({**config, MARKER: mark}, indent=2).encode())
 
 
 def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
@@ -61,13 +98,8 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
     names = packed24.pack_layers(built)
     if not names:
         raise ConfigError(f"no linear layer of `{source}` is 2:4", hint="prune the model before packing it")
-    config = json.loads((source / "config.json").read_text())
-    of = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
-    dtype = next(tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
-    mark = {"format": "packed", "of": of, "dtype": str(dtype).removeprefix("torch."), "layers": {"2:4": names}}
     with replaced_folder(folder) as new:
-        _save_weights(built, new / "model.safetensors")
-        write_atomic(new / "config.json", json.dumps(config | {MARKER: mark}, indent=2).encode())
+        _save_replaced(built, new, json.loads((source / "config.json").read_text()))
         _carry_over(source, new)
     return names
 
@@ -99,6 +131,16 @@ def remember(target: str, folder: Path) -> None:
     """Write to a run's `folder` what its checkpoints need to become a model again wherever the folder is."""
     if target.startswith(hf.PREFIX):
         hf.remember(target.removeprefix(hf.PREFIX), folder / PRETRAINED)
+    elif (source := model_folder(target)) is not None:
+        hf.remember(str(source), folder / PRETRAINED)
+
+
+def model_folder(target: Path | str) -> Path | None:
+    """The folder with a model's config.json: `target`, or the folder `model` of a run; None where there is none."""
+    for folder in (Path(target) / "model", Path(target)):
+        if (folder / "config.json").is_file():
+            return folder
+    return None
 
 
 def _save_weights(built: nn.Module, path: Path) -> None:

@@ -34,6 +34,7 @@ from shoestring.core.job import Job
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
+from shoestring.models import slorb
 from shoestring.settings import structure
 from shoestring.testing import jobs
 from shoestring.testing.held_resources import Allocations, fresh_garbage, held_resources
@@ -140,7 +141,7 @@ def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str
         weights = export_weights(job.features, weights, kept)
         trained = _held_out(job)
     plain = build(model)
-    plain.load_state_dict(weights)
+    slorb.fill(plain, weights)
     return [trained, _held_out(compose(Job(plain, optimizer=jobs.sgd(), world=World())))]
 
 

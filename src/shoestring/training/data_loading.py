@@ -21,6 +21,7 @@ from shoestring.data.together import prepare
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.data.tokens import read_header
 from shoestring.models import hf
+from shoestring.models.saving import model_folder
 from shoestring.naming import resolve
 from shoestring.run import Run
 
@@ -109,17 +110,15 @@ def tokenizer_of(run: Run) -> str:
     """`data.tokenizer`, or the path of the model's where it is `model`.
 
     Raises:
-        ConfigError: an `hf:` model, which knows its own tokens only, would be given others.
+        ConfigError: an `hf:` model or one in a folder, which knows its own tokens only, would be given others.
         DataError: the model's tokenizer cannot be used.
     """
     chosen, target = run.data.tokenizer, run.settings.model
-    if not target.startswith(hf.PREFIX):
-        if chosen == "model":
-            raise ConfigError(f"`{target}` has no tokenizer of its own", hint='set data.tokenizer = "bpe"')
-        return chosen
-    path = hf.file_of(target.removeprefix(hf.PREFIX), "tokenizer.json")
+    path = _tokenizer_beside(target)
     if path is None:
         if chosen == "model":
+            if ":" in target and not target.startswith(hf.PREFIX):
+                raise ConfigError(f"`{target}` has no tokenizer of its own", hint='set data.tokenizer = "bpe"')
             raise ConfigError(f"`{target}` has no tokenizer.json", hint="write one with AutoTokenizer.save_pretrained")
         return chosen
     if chosen == "model":
@@ -127,6 +126,14 @@ def tokenizer_of(run: Run) -> str:
     if chosen in ("bpe", "bytes") or load_tokenizer(Path(chosen)).hash != load_tokenizer(path).hash:
         raise ConfigError(f"`{target}` was made with another tokenizer", hint='set data.tokenizer = "model"')
     return chosen
+
+
+def _tokenizer_beside(target: str) -> Path | None:
+    """The tokenizer.json of an `hf:` model, or of the folder that a model starts from."""
+    if target.startswith(hf.PREFIX):
+        return hf.file_of(target.removeprefix(hf.PREFIX), "tokenizer.json")
+    folder = model_folder(target) if ":" not in target else None
+    return path if folder and (path := folder / "tokenizer.json").is_file() else None
 
 
 def _own(run: Run, world: World) -> DataSets:

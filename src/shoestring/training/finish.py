@@ -20,8 +20,9 @@ from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 from shoestring.data import baselines
+from shoestring.models import slorb
 from shoestring.models.gpt import GPT
-from shoestring.models.loading import build_model
+from shoestring.models.loading import build_model, origin_of
 from shoestring.models.sampling import generate
 from shoestring.models.saving import save_model
 from shoestring.naming import resolve
@@ -191,7 +192,7 @@ def _baselines(job: Job, data: DataSets) -> dict[str, float]:
 
 def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None:
     """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective."""
-    origin = {"model": run.settings.model, "arguments": dict(run.model), "offered": data.model_arguments}
+    origin = origin_of(run.settings.model, run.model, data.model_arguments)
     whole = _whole(job, origin)
     if whole is not None and job.world.first:
         save_model(whole, data.corpus and data.corpus.tokenizer, folder, origin)
@@ -213,7 +214,7 @@ def _whole(job: Job, origin: dict[str, Any]) -> nn.Module | None:
         return None
     kept = {name: kept.state.state_dict() for name, kept in job.kept.items()} if changing else {}
     whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False)
-    whole.load_state_dict(export_weights(changing, weights, kept))
+    slorb.fill(whole, export_weights(changing, weights, kept))
     return whole
 
 
