@@ -13,7 +13,7 @@ from shoestring.checkpoint import Plain
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.cli import main
-from shoestring.commands.archive import Archive, users
+from shoestring.commands.archive import COMPLETE, Archive, users
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
@@ -110,7 +110,7 @@ def test_ls_lists_what_is_there_in_whatever_state(run, capsys):
     rows = told(capsys, "ls", run)
     for row in rows:
         assert row["ranks"] == 1 and row["bytes"] > 10_000 and row["time"].startswith("20")
-    assert steps(rows) == [(4, "disk", "complete"), (2, "disk", "complete")]
+    assert steps(rows) == [(4, "disk", COMPLETE), (2, "disk", COMPLETE)]
     assert told(capsys, "ls", run / "checkpoints") == rows
     assert told(capsys, "ls", of(run, 2)) == rows[1:]
     flip(of(run, 4) / "manifest.json", 60)
@@ -125,7 +125,7 @@ def test_ls_lists_what_is_there_in_whatever_state(run, capsys):
 
 
 def test_ls_finds_what_a_dead_run_has_in_memory(dead, capsys):
-    assert steps(told(capsys, "ls", dead)) == [(2, "memory", "complete"), (1, "disk", "complete")]
+    assert steps(told(capsys, "ls", dead)) == [(2, "memory", COMPLETE), (1, "disk", COMPLETE)]
     assert [row["damage"] for row in told(capsys, "verify", dead)] == [[], []]
 
 
@@ -143,7 +143,10 @@ def test_a_save_in_memory_can_be_exported_by_its_step(dead, capsys, tmp_path):
 def test_verify_finds_a_flipped_bit_and_exits_with_1(run, capsys, at):
     assert [row["damage"] for row in told(capsys, "verify", run)] == [[], []]
     flip(of(run, 4) / "private-0.safetensors", at)
-    damage = [row["damage"] for row in told(capsys, "verify", run, code=1)]
+    assert steps(told(capsys, "ls", run))[0] == (4, "disk", COMPLETE)  # which says that it was not verified
+    rows = told(capsys, "verify", run, code=1)
+    assert [row["state"] for row in rows] == ["damaged", "verified"]
+    damage = [row["damage"] for row in rows]
     assert damage[1] == [] and "private-0.safetensors` is damaged" in damage[0][0]
     assert told(capsys, "verify", run, 2)[0]["damage"] == []
     assert main(["checkpoint", "verify", str(run)]) == 1
@@ -205,7 +208,7 @@ def test_prune_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     old = of(run, 2)
     gone = told(capsys, "prune", run, "--keep", 1)
     assert {str(old), str(run / "checkpoints/.step-00000001-0000-abc.tmp")} == set(gone)
-    assert steps(told(capsys, "ls", run)) == [(4, "disk", "complete")]
+    assert steps(told(capsys, "ls", run)) == [(4, "disk", COMPLETE)]
     aside = f".{old.name}.tmp"  # the name of what is not committed, by which the rest of it is found
     at = acts.index(("rename", old.name))
     assert acts[at : at + 3] == [("rename", old.name), ("sync folder", old.parent.name), ("remove", aside)]
@@ -268,7 +271,7 @@ def test_saves_in_one_file_are_read_too(tmp_path, capsys):
         for number in range(2):
             job.step(jobs.batch(number))
         expected = job.module.state_dict()
-    assert steps(told(capsys, "ls", tmp_path / "run")) == [(2, "disk", "complete"), (1, "disk", "complete")]
+    assert steps(told(capsys, "ls", tmp_path / "run")) == [(2, "disk", COMPLETE), (1, "disk", COMPLETE)]
     assert main(["checkpoint", "export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == expected.keys()

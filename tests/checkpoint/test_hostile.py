@@ -27,7 +27,7 @@ from shoestring.checkpoint.recovery.search import Recovery
 from shoestring.checkpoint.tiers import disk, plain
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import SEAL, sealed
-from shoestring.commands.archive import Archive
+from shoestring.commands.archive import COMPLETE, Archive
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.world import World
@@ -100,7 +100,7 @@ def test_odd_things_in_the_places_of_records_are_as_if_they_were_not_there(kind,
         odd(tmp_path / "plain/step-00000001.safetensors", kind)
         with pytest.raises(CheckpointError, match="can be read"):
             plain.Restorer({}, World(), tmp_path / "plain").restore("auto")
-        assert all(save.state != "complete" for save in Archive.of(tmp_path).found())
+        assert all(save.state != COMPLETE for save in Archive.of(tmp_path).found())
 
 
 def test_a_device_is_not_opened(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoestring import checkpoint, optim
+from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job
@@ -100,14 +101,19 @@ def test_going_back_by_name_abandons_the_later_saves(tmp_path):
 def test_all_damaged_is_an_error(tmp_path):
     for step in (1, 2):
         (tmp_path / name(step)).write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="all 2 are damaged"):
+    with pytest.raises(CheckpointError, match="all 2 are damaged") as refused:
         made(tmp_path).restore("auto")
+    assert f"`shoestring checkpoint verify {tmp_path}`" in refused.value.hint
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
 
 
 def test_a_save_of_another_model_is_refused_by_name(tmp_path):
     train(made(tmp_path, every=1), 1)
-    with pytest.raises(CheckpointError, match=f"{name(1)}` does not fit this run's model: size mismatch for 0.bias"):
+    with pytest.raises(
+        CheckpointError, match=f"{name(1)}` does not fit this run's model: size mismatch for 0.bias"
+    ) as refused:
         made(tmp_path, width=5).restore("auto")
+    assert "another one than the checkpoint's" in refused.value.hint and "--run.folder NEW" in refused.value.hint
 
 
 def test_a_save_of_another_format_is_refused(tmp_path):

@@ -184,6 +184,9 @@ def test_it_is_too_late_once_the_model_is_sharded():
         compose(job(), [freezing(lambda job: Net(), Seam.SHARD)])
     with compose(job(), []) as composed, pytest.raises(ConfigError, match="`the program` freezes"):
         composed.frozen("teacher", Net(), "here")
+    for source in ("", None):
+        with pytest.raises(ConfigError, match=f"has the source {source!r} .*open_model"):
+            compose(job(), [freezing(lambda job: Net(), source=source)])
     with pytest.raises(ConfigError, match=r"under the name `frozen.teacher`"):
         compose(job(), [freezing(lambda job: Net()), freezing(lambda job: Net())])
 

@@ -1,6 +1,7 @@
 """What users get wrong, through the command line: one clear line, code 2, nothing left half-written."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -177,6 +178,29 @@ def test_check_counts_the_parameters_that_training_has(here, capsys):
     assert main(["train", "run.toml"]) == 0
     summary = json.loads(Path("out/summary.json").read_text())
     assert line == f"parameters: {summary['parameters']:,}"
+
+
+ADDS = """
+from dataclasses import dataclass
+from tests.features.newcomer import lora
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(lora.LoRA):
+    pass
+"""
+
+
+def test_parameters_that_a_feature_adds_are_counted_or_named(here, capsys, caplog):
+    caplog.set_level(logging.INFO, "shoestring")
+    (here / "adds.py").write_text(ADDS)
+    (here / "run.toml").write_text(RUN.replace("[run]", '[adds.lora]\nlayers = ["down"]\n[run]\npackages = ["adds"]'))
+    assert main(["check", "run.toml"]) == 0
+    line = re.search(r"parameters: ([\d,]+), without those that adds.lora will add", capsys.readouterr().out)
+    assert line
+    assert main(["train", "run.toml"]) == 0
+    added, frozen = 4 * (16 + 16), 16 * 16  # a product of two matrices of rank 4 beside the frozen weight
+    total = int(line[1].replace(",", "")) + added
+    assert f", {total:,} parameters, {total - frozen:,} of them trained" in caplog.text
 
 
 def test_arguments_of_a_function_that_takes_no_others(here, capsys):

@@ -130,7 +130,11 @@ def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_p
 def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"
-    script.write_text(blocks(page("README.md"), "python")[0].replace("with ss.join():", "if True:"))
+    script.write_text(
+        blocks(page("README.md"), "python")[0].replace(
+            "with ss.join() as world:", "world = ss.World.current()\nif True:"
+        )
+    )
     with pytest.raises(AssertionError, match="several ranks were started, but have not joined"):
         ranks.run(script, size=2, local_size=2)
 

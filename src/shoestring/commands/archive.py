@@ -27,6 +27,9 @@ from shoestring.core.world import World
 DISK, MEMORY = "disk", "memory"
 Places = tuple[tuple[Path, Record], ...]
 
+COMPLETE = "complete, not verified"
+"""All ranks' parts are there by their names and lengths; only `verify` reads them."""
+
 
 @dataclass(frozen=True)
 class Archive:
@@ -83,9 +86,7 @@ class Archive:
     def _on_disk(self) -> Iterator[FoundCheckpoint]:
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
             if path.is_file() and path.suffix == ".safetensors":
-                yield FoundCheckpoint(
-                    _number(path.name), 0, DISK, 1, path.stat().st_size, "complete", _time(path), path
-                )
+                yield FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
             elif (path / MANIFEST).exists() and not path.name.startswith("."):
                 yield _committed(path)
             elif path.is_dir():
@@ -140,7 +141,7 @@ class FoundCheckpoint:
     ranks: int
     bytes: int
     state: str
-    """complete, "ranks … of …" for what this host has of it, not committed, or damaged."""
+    """`COMPLETE`, "ranks … of …" for what this host has of it, not committed, or damaged."""
     time: float
     """Seconds since 1970."""
     path: Path
@@ -182,7 +183,7 @@ def _state(places: Places) -> str:
                 return f"damaged: {error.described()[1]}"
     ranks = places[0][1].checkpoint.ranks
     there = [rank for rank in range(ranks) if any(f"{PRIVATE}-{rank}" in record.parts for _, record in places)]
-    return "complete" if len(there) == ranks else f"ranks {', '.join(map(str, there)) or 'none'} of {ranks}"
+    return COMPLETE if len(there) == ranks else f"ranks {', '.join(map(str, there)) or 'none'} of {ranks}"
 
 
 def _number(name: str) -> int:
@@ -227,7 +228,12 @@ def verified(archive: Archive, step: int | None) -> list[dict[str, Any]]:
     chosen = [
         checkpoint for checkpoint in there if step in (None, checkpoint.step) and checkpoint.state != "not committed"
     ]
-    return [{**checkpoint.row(), "damage": verify(checkpoint)} for checkpoint in chosen]
+    return [_verified_row(checkpoint, verify(checkpoint)) for checkpoint in chosen]
+
+
+def _verified_row(checkpoint: FoundCheckpoint, damage: list[str]) -> dict[str, Any]:
+    state = ("damaged" if damage else "verified") if checkpoint.state == COMPLETE else checkpoint.state
+    return {**checkpoint.row(), "state": state, "damage": damage}
 
 
 def verify(checkpoint: FoundCheckpoint) -> list[str]:
@@ -248,7 +254,7 @@ def verify(checkpoint: FoundCheckpoint) -> list[str]:
         return wrong
     content = checkpoint.content()
     lacking = [name for name, stored in content.tensors.items() if not stored.complete]
-    return [f"`{name}` is incomplete" for name in lacking] if checkpoint.state == "complete" else []
+    return [f"`{name}` is incomplete" for name in lacking] if checkpoint.state == COMPLETE else []
 
 
 def _said(work: Any) -> list[str]:

@@ -60,7 +60,9 @@ def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
     weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
     shards = job.world.ranks_over(job.data_axes) if job.engine == "fsdp" else 1
     state = 4 * weights / shards
-    yield f"parameters: {sum(p.numel() for p in job.parameters):,}"
+    adding = [feature.name for feature in job.features if feature.adds_parameters]
+    more = f", without those that {', '.join(adding)} will add" if adding else ""
+    yield f"parameters: {sum(p.numel() for p in job.parameters):,}{more}"
     yield f"weights, gradients and optimizer state of a rank: {state / GIB:.3f} GiB (two averages for each weight)"
     try:
         held = activation_bytes(job.model, micro, run.data.sequence)

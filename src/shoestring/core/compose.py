@@ -35,10 +35,8 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
         raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
     for feature in features:
         if feature.adds_parameters and job.engine == "ddp" and job.model is not job.module:
-            hint = "attach it to the model before DDP does"
-            raise ConfigError(
-                f"`{feature.name}` adds parameters, and DDP has wrapped the model without them", hint=hint
-            )
+            said = f"`{feature.name}` adds parameters, and DDP has wrapped the model without them"
+            raise ConfigError(said, hint="attach it to the model before DDP does")
         feature.check(job)
     try:
         _apply_all(job)

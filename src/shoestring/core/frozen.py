@@ -22,6 +22,10 @@ class Reference:
     within_model: tuple[str, ...]
     """The names of those tensors that are the job's own model's: what the model's state leaves out."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise ConfigError(f"a frozen module has the source {self.source!r}", hint="give what `open_model` takes")
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -118,7 +118,7 @@ class Job:
         A checkpoint holds `source`, as `open_model` takes it, and a hash; it cannot be restored with other tensors.
 
         Raises:
-            ConfigError: it shares trained parameters, ranks hold different tensors, or SHARD was applied already.
+            ConfigError: no source, shared trained parameters, different tensors on ranks, or SHARD was applied already.
         """
         owner, at = self.attaching
         if "model" in self.kept or (at is not None and at >= Seam.SHARD):

@@ -111,11 +111,16 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
             f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
         )
     length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
-    millions = job.trace.parameters / 1e6
-    yield f"model: {settings.model}, {millions:.2f} M parameters; {length} of {settings.batch} samples"
+    total = sum(parameter.numel() for parameter in job.named().values())
+    trained = f", {_count(job.trace.parameters)} of them trained" if job.trace.parameters < total else ""
+    yield f"model: {settings.model}, {_count(total)} parameters{trained}; {length} of {settings.batch} samples"
     for feature in job.features:
         why = feature.explain(job)
         yield f"  {feature.name}{': ' + why if why else ''}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
 
 
 def repeated(resumed: int | None, reached: int) -> Iterator[str]:

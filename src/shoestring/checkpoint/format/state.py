@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from torch.distributed.tensor import DTensor
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
+
+_HINTS = {
+    "model": "the model of this run is another one than the checkpoint's: set the run file's `model` and [model] back, "
+    "or start from scratch in another folder (--run.folder NEW)"
+}
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -52,6 +58,22 @@ def unpack(data: bytes) -> dict[str, Any]:
         return state
     except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What a state that could not be loaded raised, on one line; it may be a state of the user's own."""
+    return (str(error).splitlines() or [""])[-1].strip() or type(error).__name__
+
+
+def misfit(source: str, name: str, reason: str) -> CheckpointError:
+    """The error for a state that the run cannot load, with what to do where that is known."""
+    return CheckpointError(f"{source} does not fit this run's {name}: {reason}", hint=_HINTS.get(name, ""))
+
+
+def unreadable(folder: Path | str, reason: str) -> CheckpointError:
+    """The error for a folder of checkpoints none of which can be read, with the command that looks for the damage."""
+    hint = f"`shoestring checkpoint verify {folder}` says what is damaged; restore a copy, or start in another folder"
+    return CheckpointError(f"no checkpoint in `{folder}` can be read: {reason}", hint=hint)
 
 
 def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.layout import PRIVATE
 from shoestring.checkpoint.format.manifest import CheckpointId
+from shoestring.checkpoint.format.state import misfit, reason_of, unreadable
 from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.reader import DISK, MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery.search import Choice, Recovery, seals_under
@@ -97,7 +98,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
         log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
     elif offers:
         count, why = len({offer.checkpoint for offer in offers}), recovery.reason and f": {recovery.reason}"
-        raise CheckpointError(f"no checkpoint in `{disk}` can be read: all {count} are damaged or incomplete{why}")
+        raise unreadable(disk, f"all {count} are damaged or incomplete{why}")
     step = _from_one_file(checkpointer, loader, where, others)
     if step is None and auto:
         world.agree(lambda: _check_empty(disk))
@@ -109,7 +110,7 @@ def _check_empty(disk: Path) -> None:
     if unusable := sorted(path.name for path in disk.glob("step-*") if (path / MANIFEST).exists()):
         raise CheckpointError(
             f"`{disk}` holds checkpoints, and none of them can be used: {', '.join(unusable[-3:])}",
-            hint="`shoestring checkpoint ls` says why; move them away to start anew",
+            hint=f"`shoestring checkpoint verify {disk}` says why; or start in another folder (--run.folder NEW)",
         )
 
 
@@ -135,9 +136,9 @@ def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
             if (state := wanted.state(name)) is not None:
                 checkpointer.kept[name].state.load_state_dict(state)
         except Exception as error:  # whatever a state of the user's own raises
-            reason = (str(error).splitlines() or [type(error).__name__])[-1].strip() or type(error).__name__
+            reason = reason_of(error)
         if reason := next(filter(None, checkpointer.group.all_gather(reason)), ""):
-            raise CheckpointError(f"{source} does not fit this run's {name}: {reason}")
+            raise misfit(source, name, reason)
 
 
 def _since(checkpointer: Checkpointer, wanted: Wanted) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.checkpoint.format.state import misfit, pack, reason_of, unpack, unreadable
 from shoestring.checkpoint.tiers.staging import buffer_names
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job, Kept
@@ -180,9 +180,7 @@ class Restorer:
                 continue
             return path, data
         if candidates:
-            raise CheckpointError(
-                f"no checkpoint in `{candidates[0].parent}` can be read: all {len(candidates)} are damaged"
-            )
+            raise unreadable(candidates[0].parent, f"all {len(candidates)} are damaged")
         if where != "auto":
             raise CheckpointError(
                 f"`{where}` holds no checkpoint", hint="name a run folder or a step-*.safetensors file"
@@ -197,8 +195,7 @@ class Restorer:
                 try:
                     self.kept[name].state.load_state_dict(state)
                 except Exception as error:  # whatever a state of the user's own raises
-                    reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-                    raise CheckpointError(f"`{source}` does not fit this run's {name}: {reason}") from error
+                    raise misfit(f"`{source}`", name, reason_of(error)) from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
         """The state for this rank; None for what the checkpoint lacks, or what cannot survive a change of ranks.
