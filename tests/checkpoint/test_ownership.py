@@ -254,7 +254,7 @@ def test_a_part_of_another_checkpoint_is_not_read(start, saves, tmp_path):
         (saves / HISTORY).unlink(missing_ok=True)
         again, *_ = start()
         with (
-            pytest.raises(CheckpointError, match="damaged or incomplete.*shoestring checkpoint verify"),
+            pytest.raises(CheckpointError, match=r"damaged or incomplete.*shoestring checkpoint verify"),
             listening() as said,
         ):
             resume(again, "auto")
