@@ -9,7 +9,7 @@ from shoestring.memory import Recompute
 from shoestring.optim import Clip
 from shoestring.parallel import FSDP
 from shoestring.precision import Autocast
-from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE
+from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE
 from shoestring.testing import FeatureSuite
 
 LAYERS = ("blocks.*",)
@@ -67,4 +67,31 @@ class TestSRSTE(FeatureSuite):
 class TestSTE(FeatureSuite):
     feature = STE(layers=LAYERS, mask="greedy", refresh=3)
     tolerance = 0.1
+    representative = False
+
+
+class TestAST(FeatureSuite):
+    """A trained model is fine-tuned, with a teacher, adapters, and inputs that are measured."""
+
+    feature = AST(metric="wanda", refresh=2, decay=1e-3, slorb=8)
+    tolerance = 0.1
+    model = "dense_tiny:trained"
+    representative = False
+
+
+@pytest.mark.slow
+class TestASTBesideOthers(FeatureSuite):
+    feature = AST(metric="wanda", refresh=2, decay=1e-3, slorb=8)
+    tolerance = 0.1
+    model = "dense_tiny:trained"
+    partners = (Autocast(dtype="bf16"), Recompute(), Compile(backend="eager"), FSDP(), BF16(), Clip(), Tiered())
+
+
+@pytest.mark.slow
+class TestASTAlone(FeatureSuite):
+    """Without a teacher and adapters it attaches to any loop, and leaves a plain 2:4 model."""
+
+    feature = AST(refresh=2, decay=1e-3, distillation=0.0, slorb=0)
+    tolerance = 0.1
+    model = "dense_tiny:trained"
     representative = False

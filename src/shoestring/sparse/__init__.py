@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoestring.sparse.settings import SRSTE, SSTE, STE, TSRSTE, Sparsity
+from shoestring.sparse.settings import AST, SRSTE, SSTE, STE, TSRSTE, Sparsity
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
 
-__all__ = ["SRSTE", "SSTE", "STE", "TSRSTE", "attach"]
+__all__ = ["AST", "SRSTE", "SSTE", "STE", "TSRSTE", "attach"]
 
 
 def attach(model: nn.Module, feature: Sparsity, optimizer: Optimizer) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,8 @@ _FEED_FORWARD = re.compile(
     r"mlp|ffn?|feed_?forward|(gate_?)?(up|gate|down)(_?proj)?|gate_up(_proj)?|w[123]|(c_)?fc[12]?|c_proj|lin(ear)?[12]"
     r"|intermediate|output|wi(_[01])?|wo|dense_h_to_4h|dense_4h_to_h|experts?|DenseReluDense"
 )
-_OTHER = re.compile(r".*(attn|attention).*|(lm_)?head|classifier|pooler|router|embed.*|score", re.IGNORECASE)
+_ATTENTION = re.compile(r".*(attn|attention).*", re.IGNORECASE)
+_OUTSIDE = re.compile(r"(lm_)?head|classifier|pooler|router|embed.*|score", re.IGNORECASE)
 
 
 @dataclass
@@ -41,11 +42,35 @@ class LinearLayers:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
-def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> LinearLayers:
-    """The linear layers whose names match a pattern, or those of feed-forward parts where there are no patterns.
+def is_in_block(name: str) -> bool:
+    """Whether a layer of this name belongs to a transformer's block, and does not route its tokens."""
+    parts = name.split(".")
+    numbered = any(part.isdecimal() for part in parts)  # in a list of blocks
+    return numbered and not any(_OUTSIDE.fullmatch(part) for part in parts)
+
+
+def is_feed_forward(name: str) -> bool:
+    """Whether a layer of this name belongs to the feed-forward part of a transformer's block."""
+    parts = name.split(".")
+    return (
+        is_in_block(name)
+        and not any(_ATTENTION.fullmatch(part) for part in parts)
+        and any(_FEED_FORWARD.fullmatch(part) for part in parts)
+    )
+
+
+def choose(
+    model: nn.Module,
+    patterns: Sequence[str],
+    *,
+    rows_too: bool,
+    default: Callable[[str], bool] = is_feed_forward,
+) -> LinearLayers:
+    """The linear layers whose names match a pattern, or the default ones where there are no patterns.
 
     Args:
         rows_too: whether rows must come in groups of four as well.
+        default: whether a layer of this name is asked for where there are no patterns.
     """
     choice = LinearLayers()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -54,7 +79,7 @@ def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> Line
         if not isinstance(layer, nn.Linear):
             continue
         choice.weights += layer.weight.numel()
-        asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else is_feed_forward(name)
+        asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default(name)
         if not asked:
             choice.rest[name] = layer
         elif why := _why_dense(layer, uses[id(layer.weight)], readers.get(layer, ""), rows_too):
@@ -62,17 +87,6 @@ def choose(model: nn.Module, patterns: Sequence[str], *, rows_too: bool) -> Line
         else:
             choice.sparse[name] = layer
     return choice
-
-
-def is_feed_forward(name: str) -> bool:
-    """Whether a layer of this name belongs to the feed-forward part of a transformer's block."""
-    parts = name.split(".")
-    numbered = any(part.isdecimal() for part in parts)  # in a list of blocks
-    return (
-        numbered
-        and not any(_OTHER.fullmatch(part) for part in parts)
-        and any(_FEED_FORWARD.fullmatch(part) for part in parts)
-    )
 
 
 def _fused(model: nn.Module) -> dict[nn.Module, str]:

@@ -61,7 +61,11 @@ class Masks:
 
     def mask(self, name: str) -> Tensor:
         """This rank's rows of the mask that the weight would have now; packed."""
-        return pack(self._mask(local(self.job.trained[f"{name}.weight"])))
+        return pack(self._mask(self.scores(name)))
+
+    def scores(self, name: str) -> Tensor:
+        """What this rank's rows of a weight are compared by."""
+        return local(self.job.trained[f"{name}.weight"])
 
     def before_step(self) -> None:
         """Go over to the dense tail, end the search, and compute masks where it is time."""

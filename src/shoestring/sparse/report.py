@@ -23,6 +23,7 @@ LOOK = 25
 SMALL = 2048
 """The width up to which sparse products are not expected to be faster: with cuSPARSELt on an H100 in bf16, SlideSparse
 (2026) measured 0.97x at 2048 and 1.53x at 4096."""
+ADAPTERS = "adapter weights"
 FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "
 
 
@@ -93,7 +94,7 @@ def saving(trace: Trace, products: int) -> Saving | None:
     whole = 3 * facts["linear weights"]
     return Saving(
         unit="multiplications in linear layers a token",
-        used=whole - share * products * facts["sparse weights"] / 2,
+        used=whole - share * products * facts["sparse weights"] / 2 + 3 * facts.get(ADAPTERS, 0.0),
         without=whole,
         measured=False,
         cost=f"sparse in {share:.0%} of the steps; simulated by dense products on devices without sparse units",

@@ -255,3 +255,92 @@ class TSRSTE(Masked):
     @property
     def most_of(self) -> Literal["l1", "l2"]:
         return self.norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class AST(Masked):
+    """AST (Huang et al., 2025): fine-tune a dense model to 2:4 rows. Masked weights decay more and more, the dense
+    model teaches the sparse one, and small adapters (SLoRB) make up for the weights that are dropped."""
+
+    layers: tuple[str, ...] = ()
+    """Patterns of the names of the linear layers to make sparse, such as `blocks.*.mlp.*`; by default all linear
+    layers of the blocks, and neither embeddings nor the head."""
+    metric: Literal["magnitude", "wanda"] = "magnitude"
+    """Score by which two of four weights are kept: their magnitude, or that times the norm of their inputs (`wanda`),
+    which is measured during training; until masks are first refreshed it is the magnitude."""
+    refresh: int = 10
+    """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights later.
+    The last masks are those of the model that leaves the run."""
+    decay: float = 6e-5
+    """Largest factor by which masked weights are added to their gradients, after clipping; a larger one makes masks
+    change less."""
+    anneal: float = 0.25
+    """Share of the steps, at the start, over which the decay factor rises from 0 to its largest value."""
+    distillation: float = 0.67
+    """Share of the distillation loss in the loss, the rest being the loss of the task; 0 trains without a teacher,
+    which costs a forward pass of its own and the memory of its weights."""
+    temperature: float = 2.0
+    """Temperature of the distillation: above 1, the teacher's small probabilities count for more."""
+    teacher: str = ""
+    """Dense model to learn from, as `shoestring generate` takes it; by default the model that the run starts from."""
+    slorb: int = 16
+    """Inputs that share one weight of the SLoRB adapter of a layer: 16 adds 1/16 of the layer's weights, which train
+    and leave the run beside the sparse ones; smaller blocks add more. 0 adds none, and the model is 2:4 alone."""
+
+    @property
+    def seams(self) -> tuple[Seam, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """LOSS where there is a teacher; without one it attaches to any loop."""
+        return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.distillation else (Seam.MODEL, Seam.STEP)
+
+    @property
+    def adds_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The adapters, where there are some."""
+        return self.slorb > 0
+
+    @property
+    def interval(self) -> int:
+        return self.refresh
+
+    @property
+    def factor(self) -> float:
+        return self.decay
+
+    def check(self, job: Job) -> None:
+        Masked.check(self, job)
+        for name, share in (("anneal", self.anneal), ("distillation", self.distillation)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"`{self.name}.{name}` is a share in [0, 1], got {share}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(f"`{self.name}.temperature` must be positive, got {self.temperature}")
+        if self.slorb < 0 or self.slorb % 4:
+            raise ConfigError(f"`{self.name}.slorb` must be a multiple of four, or 0, got {self.slorb}")
+        for other in job.features:
+            if isinstance(other, Sparsity) and other is not self:
+                raise ConflictError(f"`{self.name}` copies the dense model, which `{other.name}` makes sparse too")
+
+    def choose(self, job: Job) -> LinearLayers:
+        from shoestring.sparse.layers import choose, is_in_block
+
+        return choose(job.module, self.layers, rows_too=False, default=is_in_block)
+
+    def method(self, job: Job) -> SparseMethod:
+        from shoestring.sparse.finetuning import AnnealedMasks
+
+        return AnnealedMasks(job, self)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.models.distillation import distil, freeze_teacher
+
+        teacher = f"{self.name}.teacher"
+        if seam is Seam.LOSS:
+            distil(job, job.frozen_modules[teacher], share=self.distillation, temperature=self.temperature)
+            return
+        if seam is Seam.MODEL and self.distillation:
+            freeze_teacher(job, teacher, self.teacher)
+        Masked.apply(self, job, seam)
+
+    def explain(self, job: Job) -> str:
+        said = Masked.explain(self, job)
+        if self.distillation:
+            said += f"; learns from {f'`{self.teacher}`' if self.teacher else 'the model that it starts from'}"
+        return said + (f"; SLoRB adds 1/{self.slorb} of the weights of these layers" if self.slorb else "")
