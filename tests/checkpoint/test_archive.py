@@ -19,41 +19,17 @@ from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.models.loading import load_model
 from shoestring.testing import jobs
-
-RUN = """
-[run]
-data = "{data}"
-steps = 4
-batch = 4
-folder = "{folder}"
-
-[model]
-dim = 16
-layers = 1
-heads = 2
-kv_heads = 1
-hidden = 32
-
-[data]
-tokenizer = "bytes"
-sequence = 16
-held_out = 0.3
-
-[checkpoint.tiered]
-memory = "{memory}"
-memory_every = 0
-disk_every = 2
-"""
+from tests.small_runs import write_run_file, write_texts
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a finished run of a small Llama."""
     root = tmp_path_factory.mktemp("archive")
-    for number in range(40):
-        (root / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps over the lazy dog. " * 4)
-    file, folder = root / "run.toml", root / "run"
-    file.write_text(RUN.format(data=root / "*.txt", folder=folder, memory=root / "memory"))
+    folder = root / "run"
+    run = {"data": write_texts(root), "steps": 4, "folder": str(folder)}
+    tiered = {"memory": str(root / "memory"), "memory_every": 0, "disk_every": 2}
+    file = write_run_file(root / "run.toml", {"run": run, "checkpoint": {"tiered": tiered}})
     assert main(["train", str(file)]) == 0
     return folder
 

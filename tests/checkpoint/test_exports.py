@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import warnings
 import weakref
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from saving_ranks import digest
+from torch_checkpoints import quiet_load, quiet_save
 
 from shoestring.checkpoint.format.layout import DTYPES, Box
 from shoestring.checkpoint.format.manifest import Record
@@ -51,19 +51,6 @@ def exported(folder, to, way):
 
 def imported(source, to, way, **names):
     return take_in(Archive.of(to), source, way, None, **{"model": "model", "optimizer": "optimizer"} | names)
-
-
-def quiet_load(state, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state
-
-
-def quiet_save(state, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

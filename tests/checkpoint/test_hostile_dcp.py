@@ -4,7 +4,6 @@ import pickle
 import pickletools
 import resource
 import tracemalloc
-import warnings
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,19 +14,13 @@ import torch.distributed.checkpoint as torch_dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_hostile import soon
+from torch_checkpoints import quiet_save
 
 from shoestring.checkpoint.format import tree
 from shoestring.checkpoint.interop import dcp, pickles
 from shoestring.core.errors import CheckpointError
 
 MIB = 1 << 20
-
-
-def quiet_save(state, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def altered(folder, change):

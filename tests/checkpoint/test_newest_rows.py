@@ -17,28 +17,12 @@ from shoestring.report.sinks import JsonLines
 from shoestring.testing.checkpointing.trainee import context
 from shoestring.training.newest_rows import MetricsRow, NewestRows
 from shoestring.training.throughput import Meter
+from tests.small_runs import write_run_file
 
 STEPS, KILLED = 6, 4
-RUN = """
-[run]
-data = "{folder}/text.txt"
-steps = {steps}
-batch = 2
-folder = "{folder}/out"
-resume = "auto"
-[model]
-dim = 16
-layers = 1
-heads = 1
-kv_heads = 1
-hidden = 32
-[data]
-vocabulary = 260
-sequence = 16
-"""
-SAVES = {
-    "plain": "[checkpoint.plain]\nevery = 1\n",
-    "memory": '[checkpoint.tiered]\nmemory_every = 1\ndisk_every = 0\nmemory = "{folder}/memory"\n',
+CHECKPOINTS = {
+    "plain": lambda folder: {"plain": {"every": 1}},
+    "memory": lambda folder: {"tiered": {"memory_every": 1, "disk_every": 0, "memory": f"{folder}/memory"}},
 }
 
 
@@ -83,11 +67,12 @@ def rows(folder):
 
 @pytest.fixture
 def prepared(tmp_path):
-    def prepare(name, saves):
+    def prepare(name, level):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "text.txt").write_text("words of a small corpus\n" * 3000)
-        (folder / "run.toml").write_text((RUN + SAVES[saves]).format(folder=folder, steps=STEPS))
+        run = {"data": f"{folder}/text.txt", "steps": STEPS, "folder": f"{folder}/out", "resume": "auto"}
+        write_run_file(folder / "run.toml", {"run": run, "checkpoint": CHECKPOINTS[level](folder)})
         return folder
 
     return prepare

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, ExchangeContext, Grads, Mean, advance
@@ -35,6 +36,19 @@ def mean_state(codecs: list[Codec], kind: str, name: str) -> torch.Tensor:
     """Zeros of a parameter that travels whole."""
     kept = [codec.state.get(kind, {}).get(name, torch.zeros(SHAPES[name])) for codec in codecs]
     return torch.stack(kept).double().mean(0)
+
+
+def totals(codecs: Sequence[Codec], gradients: Callable[[int], list[Grads]], steps: int) -> tuple[Grads, Grads]:
+    """(what the codecs decoded, the means of what they were given), each summed over the steps."""
+    sent, total = ({name: torch.zeros_like(grad) for name, grad in gradients(0)[0].items()} for _ in range(2))
+    for step in range(steps):
+        grads = gradients(step)
+        for name, grad in total.items():
+            grad += torch.stack([each[name] for each in grads]).mean(0)
+        run_lockstep(codecs, grads, step)
+        for name, grad in sent.items():
+            grad += grads[0][name]
+    return sent, total
 
 
 def cloned(state: dict) -> dict:
@@ -157,3 +171,36 @@ def assert_survives_other_cohorts(make: Make) -> None:
             torch.testing.assert_close(grads[0][name].double() + left, total[name], rtol=2e-6, atol=1e-5)
     room = sum(each.untyped_storage().nbytes() for codec in codecs for each in codec._buffers.values())
     assert room <= 4 * RANKS * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+
+
+# -- the same as classes of tests; `make` is parametrized over the variants of a codec ---------------------------------
+
+
+class Contract:
+    """What holds of every codec here."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replicas_are_equal(self, make, dtype):
+        assert_replicas_equal(make, dtype)
+
+    def test_giving_up_leaves_what_was(self, make):
+        assert_untouched_when_given_up(make)
+
+    def test_shows_what_is_not_finite(self, make):
+        assert_exposes(make, "matrix", 39)
+
+    def test_takes_nothing(self, make):
+        assert_takes_nothing(make)
+
+
+class ConservingContract:
+    """What holds of those whose residual is what was not sent, as it was."""
+
+    def test_conserves(self, make):
+        assert_conserves(make)
+
+    def test_merging_conserves(self, make):
+        assert_merging_conserves(make)
+
+    def test_survives_other_cohorts(self, make):
+        assert_survives_other_cohorts(make)

@@ -22,34 +22,15 @@ WITHOUT_MOMENTUM = [partial(make, momentum=0.0, clip=None) for make in VARIANTS]
 
 
 @pytest.mark.parametrize("make", VARIANTS)
-class TestContract:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_replicas_are_equal(self, make, dtype):
-        contract.assert_replicas_equal(make, dtype)
-
-    def test_giving_up_leaves_what_was(self, make):
-        contract.assert_untouched_when_given_up(make)
-
+class TestContract(contract.Contract):
     @pytest.mark.parametrize(("name", "at"), [("matrix", 39), ("bias", 3)])
     def test_shows_what_is_not_finite(self, make, name, at):
         contract.assert_exposes(make, name, at)
 
-    def test_takes_nothing(self, make):
-        contract.assert_takes_nothing(make)
-
 
 @pytest.mark.parametrize("make", WITHOUT_MOMENTUM)
-class TestWithoutMomentum:
+class TestWithoutMomentum(contract.ConservingContract):
     """It is top-k, of matrices."""
-
-    def test_conserves(self, make):
-        contract.assert_conserves(make)
-
-    def test_merging_conserves(self, make):
-        contract.assert_merging_conserves(make)
-
-    def test_survives_other_cohorts(self, make):
-        contract.assert_survives_other_cohorts(make)
 
 
 def momentum_sgd(steps: int, momentum: float, nesterov: bool, clip: float | None) -> list[dict[str, np.ndarray]]:

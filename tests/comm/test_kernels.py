@@ -1,9 +1,5 @@
 """The kernels do what torch's operations do: interpreted, on a GPU if there is one; and they compile without one."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import fused_kernel_checks
@@ -11,27 +7,21 @@ import lowrank_kernel_checks
 import pytest
 import torch
 
+from tests.kernel_scripts import needs_triton, output_of
+
+HERE = Path(__file__).parent
 CHECKS = [fused_kernel_checks, lowrank_kernel_checks]
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
-def script(name: str, **environment: str) -> str:
-    """What a script beside this file prints."""
-    command = [sys.executable, str(Path(__file__).with_name(name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @needs_triton
 @pytest.mark.parametrize("checks", CHECKS)
 def test_interpreted(checks):
-    assert script(f"{checks.__name__}.py", TRITON_INTERPRET="1") == "as it must be\n"
+    assert output_of(HERE / f"{checks.__name__}.py", TRITON_INTERPRET="1") == "as it must be\n"
 
 
 @needs_triton
 def test_they_compile(tmp_path):
-    assert script("kernels_compile.py", TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
+    assert output_of(HERE / "kernels_compile.py", TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
 
 
 @needs_triton

@@ -24,28 +24,8 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("make", VARIANTS)
-class TestContract:
-    def test_conserves(self, make):
-        contract.assert_conserves(make)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_replicas_are_equal(self, make, dtype):
-        contract.assert_replicas_equal(make, dtype)
-
-    def test_giving_up_leaves_what_was(self, make):
-        contract.assert_untouched_when_given_up(make)
-
-    def test_shows_what_is_not_finite(self, make):
-        contract.assert_exposes(make, "matrix", 39)
-
-    def test_merging_conserves(self, make):
-        contract.assert_merging_conserves(make)
-
-    def test_takes_nothing(self, make):
-        contract.assert_takes_nothing(make)
-
-    def test_survives_other_cohorts(self, make):
-        contract.assert_survives_other_cohorts(make)
+class TestContract(contract.Contract, contract.ConservingContract):
+    pass
 
 
 def test_by_hand():

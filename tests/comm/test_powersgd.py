@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sparse_ranks import totals
 
 from shoestring.comm.codecs.codec import Grads, advance
 from shoestring.comm.codecs.lockstep import run_lockstep
@@ -33,15 +34,7 @@ def residuals(codecs: list[PowerSGDCodec], name: str) -> torch.Tensor:
 @pytest.mark.parametrize("alternate", [False, True])
 def test_conserves_what_it_does_not_send(alternate):
     codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]
-    sent, owed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, gradients(0)
-    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(6):
-        owed = gradients(step)
-        for name, grad in mean(owed).items():
-            total[name] += grad
-        run_lockstep(codecs, owed, step)
-        for name in SHAPES:
-            sent[name] += owed[0][name]
+    sent, total = totals(codecs, gradients, steps=6)
     for name, shape in SHAPES.items():
         left = residuals(codecs, name).view(shape) if len(shape) > 1 else 0
         torch.testing.assert_close(sent[name] + left, total[name], rtol=1e-4, atol=1e-4)

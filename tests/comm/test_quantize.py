@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_ranks import totals
 
 from shoestring.comm.codecs.buckets import BucketLayout
 from shoestring.comm.codecs.codec import ExchangeContext, Grads, advance
@@ -128,14 +129,7 @@ def test_nearest_rounding_contracts(bits, seed, scale):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_conserves_what_it_does_not_send(bits, rounding):
     codecs = [QuantizeCodec(bits, bucket=32, rounding=rounding, feedback=True) for _ in range(RANKS)]
-    sent, total = mean([{n: torch.zeros(s) for n, s in SHAPES.items()}]), {n: torch.zeros(s) for n, s in SHAPES.items()}
-    for step in range(8):
-        grads = gradients(step)
-        for name, grad in mean(grads).items():
-            total[name] += grad
-        run_lockstep(codecs, grads, step)
-        for name in SHAPES:
-            sent[name] += grads[0][name]
+    sent, total = totals(codecs, gradients, steps=8)
     for name in SHAPES:
         left = torch.stack([codec.state["residual"][name] for codec in codecs]).mean(0)
         torch.testing.assert_close(sent[name] + left, total[name], rtol=1e-5, atol=1e-5)

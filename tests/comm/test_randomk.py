@@ -23,29 +23,10 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("make", VARIANTS)
-class TestContract:
-    def test_conserves(self, make):
-        contract.assert_conserves(make)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_replicas_are_equal(self, make, dtype):
-        contract.assert_replicas_equal(make, dtype)
-
-    def test_giving_up_leaves_what_was(self, make):
-        contract.assert_untouched_when_given_up(make)
-
+class TestContract(contract.Contract, contract.ConservingContract):
     @pytest.mark.parametrize("at", [0, 39, 700])
     def test_shows_what_is_not_finite(self, make, at):
         contract.assert_exposes(make, "matrix", at)
-
-    def test_merging_conserves(self, make):
-        contract.assert_merging_conserves(make)
-
-    def test_takes_nothing(self, make):
-        contract.assert_takes_nothing(make)
-
-    def test_survives_other_cohorts(self, make):
-        contract.assert_survives_other_cohorts(make)
 
 
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), block=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**32))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_ranks import totals
 
 from shoestring import comm
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext, Grads, advance
@@ -71,14 +72,7 @@ def owed(codecs: list[BudgetedCodec], name: str) -> torch.Tensor:
 @pytest.mark.parametrize("make", [DenseCodec, feedback])
 def test_nothing_is_lost(selector, make):
     codecs = made(selector, make)
-    total, sent = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
-    for step in range(12):
-        grads = gradients(step)
-        for name in SHAPES:
-            total[name] += mean(each[name] for each in grads)
-        run_lockstep(codecs, grads, step)
-        for name in SHAPES:
-            sent[name] += grads[0][name]
+    sent, total = totals(codecs, gradients, steps=12)
     assert any(codec.state["unsent"] for codec in codecs)
     for name in SHAPES:
         torch.testing.assert_close(sent[name] + owed(codecs, name), total[name], rtol=1e-4, atol=1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_ranks import totals
 
 from shoestring.comm.codecs.codec import Grads
 from shoestring.comm.codecs.lockstep import run_lockstep
@@ -47,14 +48,7 @@ def test_contracts(seed, scale, count):
 
 def test_conserves_what_it_does_not_send():
     codecs = [SignCodec(bucket=32) for _ in range(RANKS)]
-    sent, total = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
-    for step in range(8):
-        grads = gradients(step)
-        for name in SHAPES:
-            total[name] += mean(each[name] for each in grads)
-        run_lockstep(codecs, grads, step)
-        for name in SHAPES:
-            sent[name] += grads[0][name]
+    sent, total = totals(codecs, gradients, steps=8)
     for name in SHAPES:
         left = mean(codec.state["residual"][name] for codec in codecs)
         torch.testing.assert_close(sent[name] + left, total[name], rtol=1e-5, atol=1e-4)

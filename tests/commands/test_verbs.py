@@ -11,39 +11,16 @@ from pathlib import Path
 import pytest
 
 from shoestring.cli import main
-
-RUN = """
-[run]
-data = "{data}"
-steps = 6
-batch = 4
-prompts = ["a"]
-folder = "{folder}"
-
-[model]
-dim = 16
-layers = 1
-heads = 2
-kv_heads = 1
-hidden = 32
-
-[data]
-tokenizer = "bytes"
-sequence = 16
-held_out = 0.3
-
-[optim.clip]
-"""
+from tests.small_runs import write_run_file, write_texts
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(run file, run folder) of a finished run."""
     root = tmp_path_factory.mktemp("verbs")
-    for number in range(40):
-        (root / f"{number}.txt").write_text(f"text {number}: " + "the quick brown fox jumps over the lazy dog. " * 4)
-    file, folder = root / "run.toml", root / "run"
-    file.write_text(RUN.format(data=root / "*.txt", folder=folder))
+    folder = root / "run"
+    run = {"data": write_texts(root), "steps": 6, "prompts": ["a"], "folder": str(folder)}
+    file = write_run_file(root / "run.toml", {"run": run, "optim": {"clip": {}}})
     assert main(["train", str(file)]) == 0
     return file, folder
 

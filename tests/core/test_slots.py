@@ -1,10 +1,9 @@
 """What features take of a job: one owner each, by name and at its seam; contexts, passes, and what is trained."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,51 +13,8 @@ from shoestring import checkpoint, graph, optim, precision
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import LOCAL, Feature, Phase, Seam
-from shoestring.core.job import Job
-from shoestring.core.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Does(Feature):
-    """Does something at one seam."""
-
-    seams: ClassVar = ()
-    seam: Seam
-    work: Callable[[Job], Any]
-    label: str = "does"
-
-    @property
-    def name(self):
-        return f"test.{self.label}"
-
-    def apply(self, job, seam):
-        self.work(job)
-
-
-def does(seam, work, label="does"):
-    kind = type("Does", (Does,), {"seams": (seam,)})
-    return kind(seam=seam, work=work, label=label)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 4)
-
-    def forward(self, inputs):
-        return self.down(self.up(inputs).tanh())
-
-
-def job(**arguments):
-    torch.manual_seed(0)
-    model = Net()
-    sgd = arguments.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.1))
-    return Job(model, optimizer=sgd, world=World(), **arguments)
-
-
-def batch():
-    return torch.ones(2, 3), torch.tensor([0, 1])
-
+from tests.small_jobs import batch, does
+from tests.small_jobs import small_job as job
 
 ONE_OWNER = {
     "restore": (Seam.STEP, lambda job: job.restore_with(lambda where: None)),

@@ -18,6 +18,7 @@ from shoestring.data.loader import Loader
 from shoestring.data.mixture import names, prepare_mixture
 from shoestring.data.order import BLOCK, Interleaved, Shuffled, permutation, quotas
 from shoestring.run import parse
+from tests.small_runs import write_run_file
 
 # -- the order ---------------------------------------------------------------------------------------------------------
 
@@ -153,33 +154,10 @@ def test_sources_have_short_names_of_their_own():
 # -- the run file ------------------------------------------------------------------------------------------------------
 
 
-RUN = """
-[run]
-data = {data}
-folder = {folder}
-steps = 4
-batch = 4
-evaluate_every = 2
-baselines = true
-
-[model]
-dim = 16
-layers = 1
-heads = 2
-kv_heads = 1
-hidden = 32
-
-[data]
-tokenizer = "bytes"
-sequence = 16
-held_out = 0.3
-weights = [1, 2.5, 1]
-"""
-
-
 def test_a_mixture_trains_and_reports_the_loss_of_each_source(sources, tmp_path, capsys):
-    file, run = tmp_path / "run.toml", tmp_path / "run"
-    file.write_text(RUN.format(data=json.dumps(sources), folder=json.dumps(str(run))))
+    run = tmp_path / "run"
+    settings = {"data": sources, "folder": str(run), "steps": 4, "evaluate_every": 2, "baselines": True}
+    file = write_run_file(tmp_path / "run.toml", {"run": settings, "data": {"weights": [1, 2.5, 1]}})
     assert main(["check", str(file)]) == 0 and main(["train", str(file)]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "held_out_loss" in row][-1]

@@ -1,9 +1,6 @@
 """Modules that a job uses without training them: a teacher, the layers below adapters."""
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,48 +12,13 @@ from shoestring import checkpoint, precision
 from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.feature import Feature, Seam
+from shoestring.core.feature import Seam
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import Pool, jobs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Does(Feature):
-    """Does something at one seam."""
-
-    seams: ClassVar = ()
-    work: Callable[[Job], Any]
-
-    @property
-    def name(self):
-        return "test.does"
-
-    def apply(self, job, seam):
-        self.work(job)
-
-
-def does(seam, work):
-    return type("Does", (Does,), {"seams": (seam,)})(work=work)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 4)
-
-    def forward(self, inputs):
-        return self.down(self.up(inputs).tanh())
-
-
-def job(**arguments):
-    torch.manual_seed(0)
-    return Job(Net(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), world=World(), **arguments)
-
-
-def batch():
-    return torch.ones(2, 3), torch.tensor([0, 1])
+from tests.small_jobs import Net, batch, does
+from tests.small_jobs import small_job as job
 
 
 def freezing(module, seam=Seam.MODEL, name="teacher", source="here"):

@@ -17,29 +17,9 @@ from shoestring.report import digest, history_file
 from shoestring.report.reading import read
 from shoestring.report.recorder import Recorder
 from tests.report import failing
+from tests.small_runs import write_run_file
 
 ROOT = Path(__file__).parents[2]
-RUN = """
-[run]
-data = "{folder}/text.txt"
-steps = 8
-batch = 2
-evaluate_every = 2
-folder = "{folder}/out"
-resume = "auto"
-loss = "tests.report.failing:{loss}"
-[model]
-dim = 16
-layers = 1
-heads = 1
-kv_heads = 1
-hidden = 32
-[data]
-vocabulary = 260
-sequence = 16
-[checkpoint.plain]
-every = 2
-"""
 
 
 @pytest.fixture
@@ -49,9 +29,9 @@ def run_file(tmp_path):
     (tmp_path / "text.txt").write_text("words of a small corpus\n" * 3000)
 
     def write(loss):
-        path = tmp_path / "run.toml"
-        path.write_text(RUN.format(folder=tmp_path, loss=loss))
-        return path
+        run = {"data": f"{tmp_path}/text.txt", "folder": f"{tmp_path}/out", "loss": f"tests.report.failing:{loss}"}
+        run |= {"steps": 8, "evaluate_every": 2, "resume": "auto"}
+        return write_run_file(tmp_path / "run.toml", {"run": run, "checkpoint": {"plain": {"every": 2}}})
 
     return write
 
