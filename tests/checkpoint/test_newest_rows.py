@@ -81,8 +81,8 @@ def prepared(tmp_path):
 @pytest.mark.parametrize(
     ("saves", "late"),
     [
-        ("plain", True),
         ("memory", False),
+        pytest.param("plain", True, marks=pytest.mark.slow),
         pytest.param("plain", False, marks=pytest.mark.slow),
         pytest.param("memory", True, marks=pytest.mark.slow),
     ],

@@ -239,7 +239,10 @@ def test_the_mean_of_equal_weights_is_equal_to_them() -> None:
 # -- hosts of several ranks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", [FSDP(hosts="leave"), DDP(hosts="leave")], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("inside", [
+    pytest.param(FSDP(hosts="leave"), marks=pytest.mark.slow, id="fsdp"),
+    pytest.param(DDP(hosts="leave"), id="ddp"),
+])  # fmt: skip
 def test_a_host_of_two_ranks_is_one_replica(four: Pool, inside: Any) -> None:
     results = train(four, DiLoCo(every=3), inside, steps=8, local=2, ragged=True)
     replicas = Replicas(2, ragged=True)

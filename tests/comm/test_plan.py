@@ -334,6 +334,7 @@ def test_a_resumed_run_goes_on_with_its_choice_and_its_residuals(pool):
         assert "residual" in found["kinds"]
 
 
+@pytest.mark.slow
 def test_the_verb_writes_a_run_file_with_the_choice(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {n} of {n * n}" for n in range(4000)))

@@ -283,7 +283,7 @@ def two_workers(*flags):
     ("flags", "message"),
     [
         (["run.toml", "--run.batch", "3"], "error: a batch of 3 does not divide by 2 ranks"),
-        (["toy.toml", "--run.loss", "toy:poisoned"], "the loss became nan at step"),
+        pytest.param(["toy.toml", "--run.loss", "toy:poisoned"], "the loss became nan at step", marks=pytest.mark.slow),
     ],
 )
 def test_two_workers_say_it_once_and_without_a_table(flags, message, here):

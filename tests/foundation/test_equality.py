@@ -106,6 +106,7 @@ def test_bf16_on_the_wire_is_close_and_is_not_the_same(two_ranks):
     assert 0 < relative(losses["bf16"], losses["ddp"]) < 1e-2
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_on_two_hosts_of_two_equals_replication(tmp_path):
     out = tmp_path / "results.json"
     ranks.run(ranks.HERE / "hybrid.py", str(out), size=4, local_size=2)

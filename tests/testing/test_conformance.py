@@ -84,10 +84,14 @@ class TestCompile(FeatureSuite):
     feature = Compile(backend="aot_eager")
     stays = ("the thread `tqdm_monitor`",)  # torch's compiler starts it once
 
-    # Each compiles in double precision, or on other ranks, anew: half of the CPU seconds of this class.
+    # Each compiles anew (in double precision, after resuming, on other ranks): most of the CPU seconds of this class.
     @pytest.mark.slow
     def test_one_rank_equals_two(self, case: Case) -> None:
         super().test_one_rank_equals_two(case)
+
+    @pytest.mark.slow
+    def test_resumes_bitwise(self, case: Case) -> None:
+        super().test_resumes_bitwise(case)
 
     @pytest.mark.slow
     def test_resumes_on_other_ranks(self, case: Case) -> None:
