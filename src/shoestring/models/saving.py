@@ -143,6 +143,14 @@ def model_folder(target: Path | str) -> Path | None:
     return None
 
 
+def source_folder(target: str) -> Path | None:
+    """The folder of the model that a user names, on this machine: `hf:NAME`, or the folder of a run or of a model."""
+    if target.startswith(hf.PREFIX):
+        config = hf.file_of(target.removeprefix(hf.PREFIX), hf.CONFIG)
+        return config.parent if config else None
+    return model_folder(target)
+
+
 def _save_weights(built: nn.Module, path: Path) -> None:
     """As safetensors, whole or not at all; weights under several names are written once."""
     aside = path.with_name(f".{path.name}.tmp")

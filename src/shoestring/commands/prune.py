@@ -1,0 +1,116 @@
+"""`shoestring prune`: a trained model made 2:4 at once, in a new folder."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoestring import run as runs
+from shoestring import sparse
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.world import World, own_device
+from shoestring.data import Data
+from shoestring.data.together import prepare
+from shoestring.models.loading import load_model
+from shoestring.models.saving import save_like, save_packed, source_folder
+from shoestring.sparse.oneshot import PruningResult
+
+MEGABYTE = 1e6
+BATCH = 8  # samples that are measured at a time
+
+
+def prune(
+    model: str,
+    out: Path,
+    *,
+    metric: Literal["magnitude", "wanda"] = "magnitude",
+    form: Literal["dense", "packed"] = "dense",
+    layers: Sequence[str] = (),
+    data: str = "",
+    samples: int = 128,
+    sequence: int = 512,
+) -> Iterator[str]:
+    """Prune the model that a user names, write it to `out`, and say what became of it, line by line.
+
+    Raises:
+        ConfigError: nothing can be pruned, there is no text to measure inputs on, or `out` is not empty.
+        CheckpointError: there is no model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"`{out}` is not empty", hint="name a new folder")
+    if samples < 1 or sequence < 1:
+        raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
+    source = source_folder(model)
+    if source is None:
+        raise CheckpointError(f"`{model}` holds no model", hint="name a run folder, a model folder or hf:NAME")
+    built, _ = load_model(model)
+    batches: list[dict[str, Tensor]] = []
+    if metric == "wanda":
+        device = own_device(0)
+        built.to(device)
+        inputs = _calibration(model, source, built, data, samples, sequence)
+        batches = [{"inputs": batch} for batch in inputs.to(device).split(BATCH)]
+    result = sparse.prune(built, layers, metric=metric, batches=batches)
+    built.cpu()
+    yield from _described(result, metric)
+    if form == "packed":
+        packed = save_packed(built, source, out)
+        yield f"packed: {len(packed)} layers, the others as they are"
+    else:
+        save_like(built, source, out)
+    before, after = (_bytes(folder) / MEGABYTE for folder in (source, out))
+    yield f"weights: {before:.1f} MB before, {after:.1f} MB after ({after / before:.0%})"
+    yield f"written to {out}; fine-tuning wins back loss: run.model = '{model}' and [sparse.ast]"
+
+
+def _calibration(model: str, source: Path, built: nn.Module, data: str, samples: int, sequence: int) -> Tensor:
+    """Samples of the given text, or of the data of the run whose folder the model is in; int64 (samples, length)."""
+    tokenizer = source / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ConfigError(f"`{model}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
+    settings, text = Data(), data or ()
+    if not data and (Path(model) / "run.toml").is_file():
+        run = runs.load(model)
+        settings, text = run.data, run.settings.data
+    if not text:
+        raise ConfigError("there is no text to measure inputs on", hint="name some by --data")
+    config = getattr(built, "config", None)
+    limits = [getattr(config, name, None) for name in ("context", "max_position_embeddings")]
+    length = min([sequence, *(limit for limit in limits if isinstance(limit, int))])
+    settings = replace(settings, tokenizer=str(tokenizer), sequence=length)
+    with TemporaryDirectory() as folder:
+        corpus = prepare(text, folder, settings, world=World())
+        spread = range(0, len(corpus.train), max(1, len(corpus.train) // samples))[:samples]
+        return torch.stack([corpus.train[number]["inputs"] for number in spread])
+
+
+def _described(result: PruningResult, metric: str) -> Iterator[str]:
+    """What became sparse and what that keeps, by kinds of layers; and what stays dense, by reasons."""
+    count = len(result.kept_energy)
+    yield f"2:4 by {metric}: {count} layers, {result.share:.0%} of the weights of all linear layers"
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for name, kept in result.kept_energy.items():
+        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(kept)
+    for kind, kept in kinds.items():
+        spread = f"{min(kept):.3f} to {max(kept):.3f}" if len(kept) > 1 else f"{kept[0]:.3f}"
+        yield f"  {kind}: {len(kept)} layers, kept energy {spread}"
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, why in result.dense.items():
+        reasons[why].append(name)
+    if result.others:
+        reasons["not asked for"] = result.others
+    for why, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"dense: {names[0]}{more} ({why})"
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,122 @@
+"""Pruning at once, without training: by magnitude, or by Wanda (Sun et al., 2024).
+
+Wanda keeps the weights with the largest |W_ij| · ‖X_j‖: X_j is input j of the layer over all calibration tokens. Blocks
+are pruned one after the other, and each is measured on what the pruned ones before it return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.task import Batch, call_model
+from shoestring.models.blocks import repeated
+from shoestring.sparse.layers import choose, is_in_block
+from shoestring.sparse.masks import kept_energy, prune, row_mask
+
+Metric = Literal["magnitude", "wanda"]
+
+
+@dataclass
+class PruningResult:
+    """What became 2:4, by the names of linear layers."""
+
+    kept_energy: dict[str, float] = field(default_factory=dict)
+    """Of the layers that are 2:4, the share of the sum of squares that is kept."""
+    dense: dict[str, str] = field(default_factory=dict)
+    """Why layers that were asked for stay dense."""
+    others: list[str] = field(default_factory=list)
+    """The layers that were not asked for."""
+    share: float = 0.0
+    """The share of the weights of all linear layers that is in those that are 2:4."""
+
+
+@torch.no_grad()
+def prune_model(
+    model: nn.Module, layers: Sequence[str] = (), *, metric: Metric = "magnitude", batches: Sequence[Batch] = ()
+) -> PruningResult:
+    """See `sparse.prune`."""
+    choice = choose(model, layers, rows_too=False, default=is_in_block)
+    if not choice.sparse:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.dense.items())[:3])
+        hint = f"name layers by patterns; there are {choice.examples}"
+        raise ConfigError(f"no linear layer of {type(model).__name__} can be pruned {reasons}".rstrip(), hint=hint)
+    if metric == "wanda" and not batches:
+        raise ConfigError("Wanda's metric needs batches to measure inputs on", hint="give some, or prune by magnitude")
+    result = PruningResult({}, choice.dense, list(choice.rest), choice.share)
+    for block, group in _groups(model, choice.sparse):
+        norms = input_norms(model, group, batches, until=block) if metric == "wanda" else {}
+        for name, layer in group.items():
+            weight = layer.weight
+            # Without inputs (an expert that no token was sent to) there is nothing to weigh by.
+            scores = weight.to(norms[name]) * norms[name] if name in norms and norms[name].any() else weight
+            mask = row_mask(scores)
+            result.kept_energy[name] = float(kept_energy(weight, mask))
+            weight.copy_(prune(weight, mask))
+    return result
+
+
+def _groups(model: nn.Module, layers: dict[str, nn.Linear]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
+    """The layers of each block, in order, with the block; and the rest, with the model."""
+    left = dict(layers)
+    for block in repeated(model):
+        inside = set(block.modules())
+        group = {name: layer for name, layer in left.items() if layer in inside}
+        left = {name: layer for name, layer in left.items() if name not in group}
+        if group:
+            yield block, group
+    if left:
+        yield model, left
+
+
+@torch.no_grad()
+def input_norms(
+    model: nn.Module, layers: dict[str, nn.Linear], batches: Sequence[Batch], *, until: nn.Module
+) -> dict[str, Tensor]:
+    """‖X_j‖ of each input of the layers over all tokens of the batches; (columns,), in single precision at least.
+
+    Args:
+        until: the module that holds them; what comes after it is not computed.
+    """
+    squares = {}
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            wide = torch.promote_types(layer.weight.dtype, torch.float32)
+            squares[name] = torch.zeros(layer.in_features, dtype=wide, device=layer.weight.device)
+            stack.callback(layer.register_forward_pre_hook(partial(_add_squares, squares[name])).remove)
+        stack.callback(until.register_forward_hook(_stop).remove)
+        stack.enter_context(_evaluating(model))
+        for batch in batches:
+            with suppress(_DoneError):
+                call_model(model, batch)
+    return {name: total.sqrt() for name, total in squares.items()}
+
+
+def _add_squares(total: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    total.add_(args[0].to(total).square().flatten(0, -2).sum(0))
+
+
+class _DoneError(Exception):
+    """All that is measured has been computed."""
+
+
+def _stop(*_: object) -> None:
+    raise _DoneError
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
