@@ -345,7 +345,7 @@ def _verbs() -> Any:
 
 def _report_error(error: ShoestringError) -> int:
     """Print the error; under an elastic agent hand it to the agent, which prints it once for all ranks."""
-    message = f"error: {error.described()[1]}"
+    message = f"error: {error.parts()[1]}"
     if error.hint:
         message += f"\n\nhint: {error.hint}"
     agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -123,8 +123,8 @@ def train(
         except NonFiniteError as error:
             found["said"] = str(error)
         found["step"], found["tokens"] = job.progress.step, job.progress.tokens
-        savings = [feature.saving(job.trace) for feature in job.features]
-        found["savings"] = [f"{saving.used:.6g} {saving.cost}" for saving in savings if saving is not None]
+        reductions = [feature.reduction(job.trace) for feature in job.features]
+        found["reductions"] = [f"{cut.used:.6g} {cut.cost}" for cut in reductions if cut is not None]
     return found
 
 

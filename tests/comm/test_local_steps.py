@@ -188,9 +188,9 @@ def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
     trained = 4e-6 * len(result["weights"][0])  # the ring of two ranks sends each entry once, or 2 (R - 1) / R times
     assert [value > 0 for value in sent] == [False, False, True] * 2
     assert sent[2] == pytest.approx(trained, rel=0.01, abs=1e-4)
-    (saving,) = result["savings"]
-    assert float(saving.split()[0]) == pytest.approx(sum(sent) / 6, rel=1e-5)
-    assert "2 merges" in saving
+    (reduction,) = result["reductions"]
+    assert float(reduction.split()[0]) == pytest.approx(sum(sent) / 6, rel=1e-5)
+    assert "2 merges" in reduction
 
 
 # -- what survives ----------------------------------------------------------------------------------------------------

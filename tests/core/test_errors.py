@@ -10,7 +10,7 @@ KINDS = [each for each in vars(errors).values() if isinstance(each, type) and is
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_arrives_as_itself(kind):
     error = kind("what", hint="do")
-    again = errors.ShoestringError.of(error.described(), "rank 1: ")
+    again = errors.ShoestringError.from_parts(error.parts(), "rank 1: ")
     assert type(again) is kind
     assert str(again) == "rank 1: what (hint: do)" and again.hint == "do"
     assert str(kind("what")) == "what"
@@ -22,7 +22,7 @@ def test_every_error_is_in_the_tree_that_the_module_draws(kind):
 
 
 def test_an_unknown_kind_arrives_as_the_base():
-    assert type(errors.ShoestringError.of(["Gone", "what", ""])) is errors.ShoestringError
+    assert type(errors.ShoestringError.from_parts(["Gone", "what", ""])) is errors.ShoestringError
 
 
 def test_the_nearest_name_or_all():

@@ -18,7 +18,7 @@ class Flips(ss.Feature):
 
         job.at(ss.Phase.CAPTURE, publish)
 
-    def shown(self, trace):
+    def report_items(self, trace):
         rows = (("all", trace.steps), ("<b>", 0.5))
         return ss.Table(title="Layers", head=("Layer", "Steps"), rows=rows), ss.Curve(
             title="Flip rate", metrics={"flips": "all layers"}, unit="share"

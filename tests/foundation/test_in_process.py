@@ -96,7 +96,7 @@ def test_runs_of_one_process_are_independent_on_any_thread_and_leave_it_as_it_wa
 
 def test_what_a_feature_shows_is_in_the_summary_and_on_the_page(tmp_path):
     folder = train(run(tmp_path / "run"), World()).folder
-    table, curve = json.loads((folder / "summary.json").read_text())["shown"]
+    table, curve = json.loads((folder / "summary.json").read_text())["report_items"]
     assert table["rows"] == [["all", 6], ["<b>", 0.5]] and curve["metrics"] == {"flips": "all layers"}
     text = report.write(folder).read_text()
     assert "By shows.flips" in text and "&lt;b&gt;" in text and "Flip rate" in text

@@ -55,7 +55,7 @@ class Folder:
             "features": [
                 {"name": "parallel.ddp", "seams": ["SHARD"], "settings": {"mb": 25}, "why": "default with 2 ranks"}
             ],
-            "savings": [
+            "reductions": [
                 {
                     "feature": "comm.bf16",
                     "unit": "bytes per step",

@@ -43,7 +43,7 @@ def written(folder):
     return report.write(folder.path).read_text("utf-8")
 
 
-def shown_by_features(text):
+def items_of_features(text):
     return [
         {
             "feature": "sparse.soft",
@@ -67,7 +67,7 @@ def test_what_features_show_is_there_and_escaped(new, hostile):
     folder = new()
     for step in range(1, 5):
         folder.rows.append({"step": step, "time": float(step), "loss": 2.0, "flips_up": 0.5, "flips_down": 0.25})
-    folder.summary(shown=shown_by_features(hostile))
+    folder.summary(report_items=items_of_features(hostile))
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in folder.rows))
     text = written(folder)
     assert hostile not in text and text.count("&lt;/script&gt;&lt;img src=x") >= 3
@@ -79,15 +79,15 @@ def test_what_features_show_is_there_and_escaped(new, hostile):
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "report_items",
     [
         None, 5, [5], [{}], [{"as": "table"}], [{"as": "curve"}], [{"as": "table", "head": 3, "rows": [4, [5, None]]}],
         [{"as": "curve", "metrics": {"loss": 3}}], [{"as": "curve", "metrics": ["loss"], "title": {}}],
     ],
     ids=str,
 )  # fmt: skip
-def test_what_features_show_may_be_damaged(new, shown):
-    folder = new().metrics().summary(shown=shown)
+def test_what_features_show_may_be_damaged(new, report_items):
+    folder = new().metrics().summary(report_items=report_items)
     assert "<h1>quickstart</h1>" in written(folder)
 
 
@@ -142,7 +142,7 @@ def test_the_bars_are_sorted_and_mark_the_run(whole):
     ],
 )
 def test_a_saving_is_a_sentence(row, line):
-    assert sections.saving({"feature": "f", "unit": "GiB"} | row) == line
+    assert sections.reduction({"feature": "f", "unit": "GiB"} | row) == line
 
 
 def test_text_from_outside_stays_text(new, hostile):
@@ -153,8 +153,10 @@ def test_text_from_outside_stays_text(new, hostile):
     folder.traces(name=hostile).put("environment.json", {"host": hostile, "started": hostile, hostile: hostile})
     row = dict.fromkeys(("name", "prompt", "text", "host", "why", "device", hostile), hostile)
     said = {key: [row] for key in ("samples", "features", "ranks")}
-    savings = [{"feature": hostile, "unit": hostile, "used": 1, "without": 2, "cost": hostile}]
-    folder.summary(**said, savings=savings, status=hostile, message=hostile, notes=[hostile], baselines={hostile: 2.0})
+    reductions = [{"feature": hostile, "unit": hostile, "used": 1, "without": 2, "cost": hostile}]
+    folder.summary(
+        **said, reductions=reductions, status=hostile, message=hostile, notes=[hostile], baselines={hostile: 2.0}
+    )
     text = written(folder)
     outline = Outline(text)
     assert not [tag for tag, _ in outline.tags if tag == "img"]

@@ -262,9 +262,9 @@ def test_it_says_what_it_does():
     with job(AST(slorb=4, distillation=0.0), total=30) as made:
         for number in range(30):
             made.step(batch(number))
-        saving, whole = made.features[0].saving(made.trace), 2 * 16 * 32
-        assert saving.without - saving.used == whole / 2 - 3 * whole / 4  # half of one product, and the adapter's three
-        assert [row[0] for row in made.features[0].shown(made.trace)[0].rows] == [UP, DOWN]
+        cut, whole = made.features[0].reduction(made.trace), 2 * 16 * 32
+        assert cut.without - cut.used == whole / 2 - 3 * whole / 4  # half of one product, and the adapter's three
+        assert [row[0] for row in made.features[0].report_items(made.trace)[0].rows] == [UP, DOWN]
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------

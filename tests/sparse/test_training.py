@@ -334,13 +334,13 @@ def test_the_report_shows_layers_and_curves():
         for number in range(30):
             made.step(batch(number))
         feature = made.features[0]
-        table, flips, _ = feature.shown(made.trace)
+        table, flips, _ = feature.report_items(made.trace)
         (row,) = table.rows
         assert row[0] == "layers.0.up"
         assert 0.75 < float(row[1]) < 0.95
         assert 0 < float(made.numbers["flip_rate"]) < 0.5
         assert flips.metrics == {"flip_rate": "flip rate"}
-        saving = feature.saving(made.trace)
-        assert saving.without == 3 * 2 * 16 * 32
-        assert saving.used == 3 * 2 * 16 * 32 - 16 * 32 / 2
-        assert not saving.measured
+        cut = feature.reduction(made.trace)
+        assert cut.without == 3 * 2 * 16 * 32
+        assert cut.used == 3 * 2 * 16 * 32 - 16 * 32 / 2
+        assert not cut.measured

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Phase, Saving, Seam
+from shoestring.core.feature import Feature, Phase, Reduction, Seam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,11 +55,11 @@ class Plain(Feature):
     def explain(self, job: Job) -> str:
         return f"every {self.every} steps, at the end and on a signal" if self.every else "at the end and on a signal"
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         steps = trace.steps
         if not 0 < self.every < steps:
             return None
-        return Saving(
+        return Reduction(
             unit="steps to repeat after a kill, at worst",
             used=self.every,
             without=steps,
@@ -147,7 +147,7 @@ class Tiered(Feature):
 
         return CheckpointSchedule(self, job.world.hosts).survives()
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         steps = trace.steps
         lost = trace.facts.get("checkpoint_steps_at_risk", steps)
         if not 0 < lost < steps:
@@ -155,7 +155,7 @@ class Tiered(Feature):
         stalled, copied = trace.facts.get("checkpoint_stall", 0.0), trace.facts.get("checkpoint_bytes", 0.0)
         survived, gone = int(trace.facts.get("checkpoint_failures", 0.0)), trace.facts.get("checkpoint_lost", 0.0)
         failures = f"failures survived: {survived}" + (f", which took {gone:.1f} s" if survived else "")
-        return Saving(
+        return Reduction(
             unit="steps to repeat after a kill, at worst",
             used=lost,
             without=steps,

@@ -166,7 +166,7 @@ def _committed(path: Path) -> FoundCheckpoint:
     try:
         record = Record.read(path / MANIFEST)
     except CheckpointError as error:
-        return FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.described()[1]}", _time(path), path)
+        return FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.parts()[1]}", _time(path), path)
     places = ((path, record),)
     checkpoint, size = record.checkpoint, sum(entry.nbytes for entry in record.parts.values())
     state, when = _state(places), _time(path / MANIFEST)
@@ -180,7 +180,7 @@ def _state(places: Places) -> str:
             try:
                 exports.part_of(folder, record, name)
             except CheckpointError as error:
-                return f"damaged: {error.described()[1]}"
+                return f"damaged: {error.parts()[1]}"
     ranks = places[0][1].checkpoint.ranks
     there = [rank for rank in range(ranks) if any(f"{PRIVATE}-{rank}" in record.parts for _, record in places)]
     return COMPLETE if len(there) == ranks else f"ranks {', '.join(map(str, there)) or 'none'} of {ranks}"
@@ -261,7 +261,7 @@ def _said(work: Any) -> list[str]:
     try:
         work()
     except CheckpointError as error:
-        return [error.described()[1]]
+        return [error.parts()[1]]
     return []
 
 

@@ -33,13 +33,13 @@ class ShoestringError(Exception):
         message = super().__str__()
         return f"{message} (hint: {self.hint})" if self.hint else message
 
-    def described(self) -> list[str]:
-        """[class, message, hint], to raise the same error on another rank with `of`."""
+    def parts(self) -> list[str]:
+        """[class, message, hint], to raise the same error on another rank with `from_parts`."""
         return [type(self).__name__, super().__str__(), self.hint]
 
     @staticmethod
-    def of(described: list[str], prefix: str = "") -> ShoestringError:
-        name, message, hint = described
+    def from_parts(parts: list[str], prefix: str = "") -> ShoestringError:
+        name, message, hint = parts
         kind = globals().get(name, ShoestringError)
         return kind(prefix + message, hint=hint)
 

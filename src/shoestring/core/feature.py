@@ -60,10 +60,10 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
-    """One line of the report: how much of one scarce thing a feature used, against doing without the feature."""
+class Reduction:
+    """One line of the report: how much of a scarce resource the run used, and would have without the feature."""
 
-    unit: str  # what is economised, e.g. "bytes per step"
+    unit: str  # what is cut, such as "bytes per step"
     used: float
     without: float
     measured: bool  # False where it was computed from sizes
@@ -151,12 +151,12 @@ class Feature(ABC):
         """What was chosen and why, in one line; said at the start of a run and in the report."""
         return ""
 
-    def saving(self, trace: Trace) -> Saving | None:
-        """The report's line, from what the run's trace measured."""
+    def reduction(self, trace: Trace) -> Reduction | None:
+        """What the feature cut, for the report, from what the run's trace measured."""
         return None
 
-    def shown(self, trace: Trace) -> Sequence[Table | Curve]:
-        """What else it shows in the report; read once the run has ended, on the first rank."""
+    def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
+        """Tables and charts that it adds to the report; asked once the run has ended, on the first rank."""
         return ()
 
 

@@ -65,7 +65,7 @@ class Trace:
     aside: float = 0.0
     """Seconds inside of steps that were not training: trials, which rates must not count."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers of features' own, which `Feature.saving` and `Feature.shown` read."""
+    """Numbers of features' own, which `Feature.reduction` and `Feature.report_items` read."""
     totals: dict[tuple[str, Kind], Total] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=deque)
     origin: float = field(default_factory=time.perf_counter)

@@ -184,9 +184,9 @@ class World:
             result = work()
         except ShoestringError as error:
             mine = error
-        for rank, data in enumerate(self.gather(json.dumps(mine and mine.described()).encode())):
+        for rank, data in enumerate(self.gather(json.dumps(mine and mine.parts()).encode())):
             if theirs := json.loads(data):
-                raise mine or ShoestringError.of(theirs, f"rank {rank}: ")
+                raise mine or ShoestringError.from_parts(theirs, f"rank {rank}: ")
         return cast(T, result)
 
     def decide(self, work: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Saving, Seam
+from shoestring.core.feature import Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -40,9 +40,9 @@ class Recompute(Feature):
 
         recompute(job, self.every)
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         blocks, treated = trace.facts["blocks"], trace.facts["recomputed_blocks"]
-        return Saving(
+        return Reduction(
             unit="blocks whose activations are held",
             used=blocks - treated,
             without=blocks,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -87,11 +87,11 @@ class FSDP(Feature):
             return f"sharded over {hosts * ranks} ranks"
         return f"sharded over the {ranks} ranks of a host, {self.hosts}d across {hosts} hosts"
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         shards, whole = trace.facts.get("shards", 1.0), 4 * trace.gradient_bytes / 2**30
         if shards == 1:
             return None
-        return Saving(
+        return Reduction(
             unit="GiB of parameters, gradients and optimizer state a rank",
             used=whole / shards,
             without=whole,

@@ -39,7 +39,9 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
     one run. A value that is not finite is its name as text. A thinned line also has {"means": {"at", "value"}}.
     """
     large = [_large(key, runs) for key in _MAIN]
-    added = {str(row.get("title")): row for run in runs for row in tables(run.summary, "shown") if _has_lines(row)}
+    added = {
+        str(row.get("title")): row for run in runs for row in tables(run.summary, "report_items") if _has_lines(row)
+    }
     drawn = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
     drawn |= {metric for row in added.values() for metric in row["metrics"]}
     others = {metric for run in runs for metric in run.columns} - drawn

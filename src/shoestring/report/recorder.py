@@ -60,7 +60,7 @@ class Recorder:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShoestringError):
-        name, message, hint = error.described()
+        name, message, hint = error.parts()
         return {"error": name, "message": message, "hint": hint, "traceback": ""}
     if isinstance(error, KeyboardInterrupt):
         return {"error": "KeyboardInterrupt", "message": "interrupted from the keyboard", "hint": "", "traceback": ""}

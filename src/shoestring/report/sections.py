@@ -205,20 +205,20 @@ def _span(name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, 
     return cells + [_seconds(value) for value in (spent if each else (min(spent), max(spent)))]
 
 
-def savings(run: RunFolder) -> Markup:
+def reductions(run: RunFolder) -> Markup:
     """A line for what each feature cut and what that cost."""
-    lines = [saving(row) for row in tables(run.summary, "savings")]
+    lines = [reduction(row) for row in tables(run.summary, "reductions")]
     return (
         _section(
-            "What features cut, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="savings")
+            "What features cut, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="reductions")
         )
         if lines
         else Markup()
     )
 
 
-def saving(row: dict[str, Any]) -> str:
-    """One feature's saving as a sentence; `unit` starting with "bytes" gets readable sizes."""
+def reduction(row: dict[str, Any]) -> str:
+    """What one feature cut, as a sentence; `unit` starting with "bytes" gets readable sizes."""
     unit, feature = str(row.get("unit", "")), str(row.get("feature", "a feature"))
     used, without = number(row.get("used")), number(row.get("without"))
     cost = f"; costs: {row['cost']}" if row.get("cost") else ""
@@ -234,10 +234,10 @@ def saving(row: dict[str, Any]) -> str:
     return f"{feature} {verb} {unit} by {figures.percent(abs(share))}: {change}"
 
 
-def shown(run: RunFolder) -> Markup:
+def feature_tables(run: RunFolder) -> Markup:
     """The tables that features add."""
     parts = []
-    for row in tables(run.summary, "shown"):
+    for row in tables(run.summary, "report_items"):
         if row.get("as") == "table":
             title, note = str(row.get("title", "")), str(row.get("note", ""))
             head = [str(cell) for cell in _list(row.get("head"))]

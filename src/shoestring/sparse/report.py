@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoestring.core.feature import Curve, Saving, Table
+from shoestring.core.feature import Curve, Reduction, Table
 from shoestring.sparse.layers import LinearLayers
 from shoestring.sparse.product import unpack
 from shoestring.sparse.shards import local, summed
@@ -85,14 +85,14 @@ class MaskMetrics:
         self.job.numbers["flip_rate"] = sum(changed for changed, _ in flips) / sum(size for _, size in flips)
 
 
-def saving(trace: Trace, products: int) -> Saving | None:
+def reduction(trace: Trace, products: int) -> Reduction | None:
     """Multiplications of linear layers, over the whole run."""
     facts = trace.facts
     if not facts.get("steps with sparsity"):
         return None
     share = facts["sparse steps"] / facts["steps with sparsity"]
     whole = 3 * facts["linear weights"]
-    return Saving(
+    return Reduction(
         unit="multiplications in linear layers a token",
         used=whole - share * products * facts["sparse weights"] / 2 + 3 * facts.get(ADAPTERS, 0.0),
         without=whole,
@@ -101,7 +101,7 @@ def saving(trace: Trace, products: int) -> Saving | None:
     )
 
 
-def shown(trace: Trace) -> Sequence[Table | Curve]:
+def report_items(trace: Trace) -> Sequence[Table | Curve]:
     """The layers with what their masks keep, and the curves of flips and decay."""
     rows = [
         (name.removeprefix(ENERGY), f"{kept:.3f}", f"{trace.facts[FLIPS + name.removeprefix(ENERGY)]:.2%}", "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError, ConflictError
-from shoestring.core.feature import Curve, Feature, Saving, Seam, Table
+from shoestring.core.feature import Curve, Feature, Reduction, Seam, Table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,15 +83,15 @@ class Sparsity(Feature):
 
         return explained(self.choose(job), self.products, job.world.device)
 
-    def saving(self, trace: Trace) -> Saving | None:
-        from shoestring.sparse.report import saving
+    def reduction(self, trace: Trace) -> Reduction | None:
+        from shoestring.sparse.report import reduction
 
-        return saving(trace, self.products)
+        return reduction(trace, self.products)
 
-    def shown(self, trace: Trace) -> Sequence[Table | Curve]:
-        from shoestring.sparse.report import shown
+    def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
+        from shoestring.sparse.report import report_items
 
-        return shown(trace)
+        return report_items(trace)
 
 
 @dataclass(frozen=True, kw_only=True)

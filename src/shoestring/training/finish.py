@@ -260,7 +260,7 @@ def _summary(
         bits["training"] = sum(meter.recent) / len(meter.recent) * data.bits(held_out=False)
     if "held_out_bits_per_byte" in held_out:
         bits["held out"] = held_out["held_out_bits_per_byte"]
-    savings = [(feature, feature.saving(job.trace)) for feature in job.features]
+    reductions = [(feature, feature.reduction(job.trace)) for feature in job.features]
     return {
         "message": "",
         "steps": job.progress.step,
@@ -279,11 +279,11 @@ def _summary(
             }
             for feature in job.features
         ],
-        "savings": [{"feature": feature.name} | asdict(saving) for feature, saving in savings if saving],
-        "shown": [
+        "reductions": [{"feature": feature.name} | asdict(cut) for feature, cut in reductions if cut],
+        "report_items": [
             {"feature": feature.name, "as": type(each).__name__.lower()} | asdict(each)
             for feature in job.features
-            for each in feature.shown(job.trace)
+            for each in feature.report_items(job.trace)
         ],
     }
 

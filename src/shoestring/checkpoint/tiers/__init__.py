@@ -1,1 +1,1 @@
-"""Saving: own memory, another host's memory, and disk, each at its own interval."""
+"""Writing checkpoints: own memory, another host's memory, and disk, each at its own interval."""

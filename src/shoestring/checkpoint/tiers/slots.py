@@ -177,7 +177,7 @@ class Slot:
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 return Room(mapped(file, nbytes, writable=True), (path, found.st_dev, found.st_ino))
         except ShoestringError as error:
-            self.lacking = self._no_room = error.described()[1]
+            self.lacking = self._no_room = error.parts()[1]
             return Room(torch.empty(nbytes, dtype=torch.uint8))
         except OSError as error:
             with suppress(OSError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoestring.comm.settings import per_step
 from shoestring.comm.settings.per_step import Dense, Exchange
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import DATA, Feature, Saving, Seam
+from shoestring.core.feature import DATA, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.auto.decision import Candidate
@@ -80,9 +80,9 @@ class Auto(Feature):
             return str(kept.state)
         return "chosen in the first step from " + ", ".join(["DDP", "dense", *self.allow])
 
-    def saving(self, trace: Trace) -> Saving | None:
-        saving = Dense().saving(trace)
-        return saving and replace(saving, cost=f"chosen by {self.name}{saving.cost.removeprefix(Dense().cost)}")
+    def reduction(self, trace: Trace) -> Reduction | None:
+        cut = Dense().reduction(trace)
+        return cut and replace(cut, cost=f"chosen by {self.name}{cut.cost.removeprefix(Dense().cost)}")
 
 
 @dataclass(frozen=True, kw_only=True)

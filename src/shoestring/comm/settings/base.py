@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codecs.codec import Codec
@@ -117,12 +117,12 @@ class Exchange(Feature):
         when = "during the backward pass" if job.engine == "ddp" else "before the step"
         return f"between {between}, {budget}{parts}{when}"
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         facts = trace.facts
         if not facts.get("wire_steps"):
             return None
         exposed = facts["wire_exposed"] / facts["wire_steps"]
-        return Saving(
+        return Reduction(
             unit="MB sent a rank and step",
             used=facts["wire_bytes"] / facts["wire_steps"] / 1e6,
             without=facts["wire_without"] / 1e6,

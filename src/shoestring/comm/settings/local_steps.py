@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, Feature, Saving, Seam
+from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codecs.codec import Codec
@@ -124,13 +124,13 @@ class LocalSteps(Feature):
         overlapped = f", {self.delay} steps after they were sent" if self.delay else ""
         return f"{replicas} replica{'s' * (replicas > 1)}, merged every {self.every} steps{streamed}{overlapped}"
 
-    def saving(self, trace: Trace) -> Saving | None:
+    def reduction(self, trace: Trace) -> Reduction | None:
         facts = trace.facts
         if not facts.get("outer_syncs"):
             return None
         steps, syncs = facts["outer_steps"], facts["outer_syncs"]
         megabytes, exposed = facts["outer_bytes"] / syncs / 1e6, facts["outer_exposed"] / syncs
-        return Saving(
+        return Reduction(
             unit="MB sent a rank and step",
             used=facts["outer_bytes"] / steps / 1e6,
             without=facts["outer_without"] / 1e6,
