@@ -2,7 +2,7 @@
 
 python -m benchmarks.checkpoint [--strict] [--only checkpoint.PREFIX] [--list] [--cache FOLDER]
 
-Long rows keep what they have done in the cache, and go on from there.
+Long rows keep what they have done in the cache, and resume from there.
 """
 
 from __future__ import annotations

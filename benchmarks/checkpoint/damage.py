@@ -331,7 +331,7 @@ def corrupted(
 
 
 def everything(cache: Path | None, total: int, deadline: Deadline) -> Measured:
-    """The share of all corruptions that were survived as they should be; goes on from what the cache says was done."""
+    """The share of all corruptions that were survived as they should be; resumes from what the cache says was done."""
     with TemporaryDirectory() as aside:
         notes = (cache or Path(aside)) / "damage.json"
         done: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {"done": {}, "wrong": []}

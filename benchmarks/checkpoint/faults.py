@@ -1,4 +1,4 @@
-"""Full disks, quotas, read-only and broken devices: training goes on, what was safe stays so, and the user is told.
+"""Full disks, quotas, read-only and broken devices: training continues, what was safe stays so, and the user is told.
 
 Two ranks on two hosts train and save at all levels while one of their acts on files fails, or all of them for a while.
 """
@@ -28,7 +28,7 @@ from shoestring.testing.pool import Pool
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 STEPS, HEALED = 8, 6  # steps of a run, and the one before which the device works again
-PEERS, DISK = 3, 2  # steps between saves; memory's are at every one
+PEERS, DISK = 3, 2  # steps between checkpoints; memory's are at every one
 POINTS = 120  # injections of the benchmark, evenly over the acts of both ranks
 BATCH = 20
 _BY_DESCRIPTOR = ("reserve", "write", "sync", "sync folder")  # the system names no path in their errors
@@ -92,7 +92,7 @@ def survived(setting: RunSetup, fault: Fault | None) -> Outcome:
     safe: dict[str, int] = {**trainee.checkpointer.safe}
     acts = files.passed[:healed]
     if safe["disk"] != STEPS:
-        wrong.append(f"no save to disk after the device worked again: {safe}, {said}")
+        wrong.append(f"no checkpoint to disk after the device worked again: {safe}, {said}")
     trainee.checkpointer.close()
     wrong += _left(setting, rank)
     copied(setting.place, "now", "after")
@@ -137,7 +137,7 @@ def _intact(folder: Path, safe: int) -> Iterator[str]:
 
 
 def _left(setting: RunSetup, rank: int) -> Iterator[str]:
-    """Temporary files that are still there after a good save."""
+    """Temporary files that are still there after a good checkpoint."""
     dist.barrier()
     folders = [setting.disk(0), *map(setting.memory, range(setting.hosts))] if rank == 0 else []
     for path in (each for folder in folders for each in folder.rglob("*")):
@@ -208,7 +208,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
 
     what = (
         "no space, no quota, read-only and I/O errors, once or for some steps, at points spread over all acts on files "
-        "of two ranks on two hosts: share of 120 after which training went on, saves that were safe could be "
+        "of two ranks on two hosts: share of 120 after which training continued, checkpoints that were safe could be "
         "restored, nothing temporary was left, and the user was told where it failed"
     )
     return [Bar("checkpoint.faults", what, ">=", 1.0, measure)]

@@ -1,4 +1,4 @@
-"""The bar that needs a GPU: what a save of a large model's training state stops training for."""
+"""The bar that needs a GPU: what a checkpoint of a large model's training state stops training for."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def stall(deadline: Deadline) -> Measured:
     """Every second step of a GPT of GPT2-XL's size is saved, checksums on.
 
     What counts is time in which the GPU has nothing to do, by its own clock: before a step, for the host is busy with
-    a save, and before the optimizer, for copies are not through. The same without saves is subtracted.
+    a checkpoint, and before the optimizer, for copies are not through. The same without checkpoints is subtracted.
     """
     import torch
 
@@ -114,9 +114,9 @@ def stall(deadline: Deadline) -> Measured:
             told = saved.job.trace.facts["checkpoint_stall"] - told
             saves = (saved.copied - before) / first
     if saves < SAVES:
-        raise RuntimeError(f"only {saves:.0f} of {SAVES} saves in {EVERY * SAVES} steps of {1e3 * beside:.0f} ms")
+        raise RuntimeError(f"only {saves:.0f} of {SAVES} checkpoints in {EVERY * SAVES} steps of {1e3 * beside:.0f} ms")
     note = (
-        f"{first / 1e9:.1f} GB every {EVERY} steps of {1e3 * seconds:.0f} ms, {1e3 * beside:.0f} beside saves; "
+        f"{first / 1e9:.1f} GB every {EVERY} steps of {1e3 * seconds:.0f} ms, {1e3 * beside:.0f} beside checkpoints; "
         f"{1e3 * told / saves:.1f} ms of the host, which runs ahead; checksums by {crc32.__module__.partition('.')[0]}"
     )
     return Measured(1e3 * EVERY * (stopped - idle), note)
@@ -124,5 +124,5 @@ def stall(deadline: Deadline) -> Measured:
 
 def rows() -> list[Bar]:
     """The bar."""
-    what = "milliseconds for which a save of GPT2-XL's training state, every second step, stops training"
+    what = "milliseconds for which a checkpoint of GPT2-XL's training state, every second step, stops training"
     return [Bar("checkpoint.gpu-stall", what, "<=", 10.0, stall, gpu=True)]

@@ -61,7 +61,7 @@ def lose(lab: Lab, fleet: Fleet, name: str, at: int, host: int, *overrides: str)
 
 
 def resumed(job: Program) -> list[tuple[int, int]]:
-    """(the step gone on from, steps repeated) of each restart, as the host says that is the first then."""
+    """(the step resumed from, steps repeated) of each restart, as the host says that is the first then."""
     said = "".join(job.output(host) for host in range(HOSTS))
     return [
         (int(step), int(again or 0)) for step, again in re.findall(r"resumed from step (\d+)(?:; (\d+) step)?", said)
@@ -92,7 +92,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
         of = peer_copies.ParitySet((0, 1, 2, 3), (1 << 30,) * 4, (0,) * 4)
         return Measured(1 + of.segment / of.lengths[0], "bytes of a rank's part and of the parity that it keeps")
 
-    what = "a host of four is lost with its memory and disk, and replaced, under FSDP without saves to disk; "
+    what = "a host of four is lost with its memory and disk, and replaced, under FSDP without checkpoints to disk; "
     bars = [
         Bar(
             f"checkpoint.host-{how}",

@@ -81,9 +81,9 @@ def again(task: FaultyRun, ended: bool, expected: RunOutcome, what: str, draw: r
 
 
 def checked(task: FaultyRun, before: int, what: str) -> list[str]:
-    """Whether a start went on from no earlier step than had been said to be safe."""
+    """Whether a start resumed from no earlier step than had been said to be safe."""
     step = began(task)
-    return [f"{what}: went on from step {step}, step {before} was safe"] if step is not None and step < before else []
+    return [f"{what}: resumed from step {step}, step {before} was safe"] if step is not None and step < before else []
 
 
 def compared(task: FaultyRun, expected: RunOutcome, what: str) -> list[str]:
@@ -103,7 +103,7 @@ KILLS, BATCH = 2000, 25
 
 
 def in_batches(path: Path | None, kills: int, batch: Callable[[int], Outcome], deadline: Deadline) -> Measured:
-    """Kills in numbered batches, each of a seed of its own; what was done is kept in a file, and goes on from there."""
+    """Kills in numbered batches, each of a seed of its own; what was done is kept in a file, and resumes from there."""
     kept = json.loads(path.read_text()) if path and path.exists() else {"kills": 0, "batches": 0, "wrong": []}
     while kept["kills"] < kills:
         deadline.check()
@@ -142,7 +142,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
     kept = cache and cache / "kills.json"
     said = (
-        "SIGKILL {where}: runs of two ranks that loaded something torn, went on from before what was said to be safe, "
+        "SIGKILL {where}: runs of two ranks that loaded something torn, resumed from before what was said to be safe, "
         "or ended with other bits than the run that was not killed"
     )
     return [

@@ -1,4 +1,4 @@
-"""Power loss: the acts of saves to disk, and every state of the disk that a crash between two of them could leave.
+"""Power loss: the acts of checkpoints to disk, and every state of the disk that a crash between two of them can leave.
 
 The model is weaker than the file systems in use: what is written to a file is safe once the file is synced, and an
 entry of a folder once the folder is; until then each of them may or may not have happened, a write page by page.
@@ -71,7 +71,7 @@ class RecordingFiles(Files):
 
 @dataclass(frozen=True)
 class DiskHistory:
-    """Saves that happened: the acts of all ranks in their order, and the files of each step's save."""
+    """Checkpoints that happened: the acts of all ranks in their order, and the files of each step's checkpoint."""
 
     acts: Sequence[Act]
     files: Mapping[int, Mapping[str, bytes]]
@@ -101,7 +101,7 @@ def told(folder: str, ranks: int, saves: int) -> dict[str, Any]:
 
 
 def recorded(folder: Path, ranks: int, saves: int = SAVES) -> DiskHistory:
-    """The story of some saves of so many ranks."""
+    """The story of some checkpoints of so many ranks."""
     (folder / "disk").mkdir(parents=True)
     if ranks == 1:
         every = [told(str(folder), ranks, saves)]
@@ -326,7 +326,7 @@ def put(folder: Path, files: Mapping[str, bytes | None]) -> None:
 def judged(
     story: DiskHistory, disk: Path, committed: int, restorer: tuple[Checkpointer, KnownState, Progress] | None
 ) -> Iterator[str]:
-    """What is wrong with a disk, if `committed` is the newest step whose save was said to be safe."""
+    """What is wrong with a disk, if `committed` is the newest step whose checkpoint was said to be safe."""
     saves, newest = disk / "run" / "saves", 0
     for path, record in manifests(saves):
         step = record.checkpoint.step

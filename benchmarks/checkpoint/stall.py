@@ -1,4 +1,4 @@
-"""How long a save stops training for, against the time that a copy of the same bytes takes."""
+"""How long a checkpoint stops training for, against the time that a copy of the same bytes takes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _loss(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, torch.Tens
 
 
 def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str, float]:
-    """Medians over saves: {"stall", "copy"} in seconds, alternating in one run, and the "bytes" of both.
+    """Medians over checkpoints: {"stall", "copy"} in seconds, alternating in one run, and the "bytes" of both.
 
     `folder` should be in memory, as slots are. The copy is of as many tensors of the same sizes, between places that
     were used before.
@@ -76,13 +76,13 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
 
 
 def of_many(folder: Path, saves: int = 40) -> list[float]:
-    """Seconds for which each save of MANY small layers stops training: what a save costs beside its bytes."""
+    """Seconds for which each checkpoint of MANY small layers stops training: its cost beside that of its bytes."""
     stalls = []
     with job_of(fresh(folder), overlap=True, width=16, layers=MANY) as job:
         batch = (torch.randn(4, 16),)
         for number in range(9 + 3 * saves):
             if number == 9:
-                gc.collect()  # what was imported until then must not be looked through during a save
+                gc.collect()  # what was imported until then must not be looked through during a checkpoint
             before = job.trace.facts.get("checkpoint_stall", 0.0)
             job.step(batch)
             if number >= 9 and (stall := job.trace.facts["checkpoint_stall"] - before):
@@ -138,7 +138,7 @@ def lm_resiliency(folder: Path, job: Job) -> Iterator[Save]:
 
 
 def against(peer: Peer, folder: Path, saves: int = 7) -> tuple[float, float]:
-    """Medians over saves in turns: seconds for which ours and a peer's stop training, of the same state."""
+    """Medians over checkpoints in turns: seconds for which ours and a peer's stop training, of the same state."""
     ours, theirs = [], []
     with job_of(folder / "ours", overlap=True) as job:
         batch = (torch.randn(64, WIDTH),)
@@ -171,8 +171,8 @@ def rows(cache: Path | None = None) -> list[Bar]:
         ratios = sorted(each["stall"] / each["copy"] for each in every)
         stalls, copies = ([1e3 * each[name] for each in every] for name in ("stall", "copy"))
         told = (
-            f"median of {RUNS} runs ({ratios[0]:.2f} to {ratios[-1]:.2f}), each of {every[0]['saves']:.0f} saves of "
-            f"{every[0]['bytes'] / 1e6:.0f} MB: stopped for {min(stalls):.1f} to {max(stalls):.1f} ms, copies of as "
+            f"median of {RUNS} runs ({ratios[0]:.2f} to {ratios[-1]:.2f}), each of {every[0]['saves']:.0f} checkpoints "
+            f"of {every[0]['bytes'] / 1e6:.0f} MB: stopped for {min(stalls):.1f} to {max(stalls):.1f} ms, copies of as "
             f"much take {min(copies):.1f} to {max(copies):.1f} ms"
         )
         return Measured(median(ratios), told)
@@ -180,11 +180,13 @@ def rows(cache: Path | None = None) -> list[Bar]:
     def many(_: Deadline) -> Measured:
         with TemporaryDirectory(dir="/dev/shm") as folder:
             stalls = of_many(Path(folder) / "many")
-        told = f"of {len(stalls)} saves of {8 * MANY} tensors; the median is {1e3 * median(stalls):.1f} ms"
+        told = f"of {len(stalls)} checkpoints of {8 * MANY} tensors; the median is {1e3 * median(stalls):.1f} ms"
         return Measured(1e3 * fmean(stalls), told)
 
-    what = "time for which a save to memory stops training, over that of a copy of the same tensors in the same run"
-    over = "time for which a save stops training, over that of {peer} of the same state, in turns in one run"
+    what = (
+        "time for which a checkpoint to memory stops training, over that of a copy of the same tensors in the same run"
+    )
+    over = "time for which a checkpoint stops training, over that of {peer} of the same state, in turns in one run"
     peers = (
         ("dcp", "torch DCP's async_save", dcp, "torch", "torch.distributed.checkpoint.async_save"),
         ("lm-resiliency", "lm-resiliency's save to memory", lm_resiliency, "lm_resiliency", "lm-resiliency 0.2.0"),
@@ -204,8 +206,8 @@ def rows(cache: Path | None = None) -> list[Bar]:
         Bar("checkpoint.stall", f"{what}; copied beside the next step", "<=", 1.25, partial(stall, overlap=True)),
         Bar(
             "checkpoint.stall-many",
-            "mean milliseconds for which a save to memory stops training that has next to no bytes but as many tensors "
-            "as GPT2-XL's state: the part that does not depend on bytes",
+            "mean milliseconds for which a checkpoint to memory stops training that has next to no bytes but as many "
+            "tensors as GPT2-XL's state: the part that does not depend on bytes",
             "<=",
             10.0,
             many,

@@ -126,12 +126,12 @@ def run(task: FaultyRun, kills: int, draw: random.Random) -> tuple[int, list[str
 
 
 def went_back(task: FaultyRun) -> Iterator[str]:
-    """The starts that went on from before what an earlier one had said to be safe."""
+    """The starts that resumed from before what an earlier one had said to be safe."""
     said = [line for rank in range(task.ranks) for line in lines(task.place / f"safe-{rank}.jsonl")]
     for start, step in lines(task.place / "starts-0.jsonl"):
         before = max((safe for _, safe, number in said if number < start), default=0)
         if step < before:
-            yield f"start {start} went on from step {step}, step {before} was safe"
+            yield f"start {start} resumed from step {step}, step {before} was safe"
 
 
 def batch(number: int, kills: int = BATCH) -> Outcome:
@@ -159,7 +159,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
     what = (
         "SIGKILL at 100 random moments under torchrun, which starts the ranks again: two ranks of 64 MB of state each "
-        "that went on from before what was said to be safe, failed to start, or ended with other bits than unkilled"
+        "that resumed from before what was said to be safe, failed to start, or ended with other bits than unkilled"
     )
     kept = cache and cache / "kills-torchrun.json"
     return [Bar("checkpoint.kills-torchrun", what, "<=", 0, partial(in_batches, kept, KILLS, batch))]

@@ -1,6 +1,6 @@
 """checkpoint.waste-*: the time lost at our intervals over that at the best ones, by simulation failure by failure.
 
-The simulator has no model of the waste. It follows the steps and the saves of many runs through failures drawn at
+The simulator has no model of the waste. It follows the steps and the checkpoints of many runs through failures drawn at
 random (a renewal process for each class, exponential or Weibull), and finds its own best intervals on a grid, every
 point of which meets the same failures. What is reported is simulated at other failures than those it was chosen at.
 """
@@ -68,12 +68,12 @@ def drawn(setting: FailureSetting, events: int, runs: int, seed: int) -> Failure
 
 
 class Points:
-    """The clock of undisturbed runs at several intervals: steps, and after every `every[l]` of them a save of level l.
+    """The clock of undisturbed runs at several intervals: steps, and after every `every[l]` a checkpoint of level l.
 
-    Where saves of several levels are due at once, they follow one another from the lowest to the highest.
+    Where checkpoints of several levels are due at once, they follow one another from the lowest to the highest.
 
     Args:
-        every: steps between saves, (points, levels), each a multiple of the one before it.
+        every: steps between checkpoints, (points, levels), each a multiple of the one before it.
     """
 
     def __init__(self, levels: Sequence[Level], step: float, every: np.ndarray) -> None:
@@ -92,13 +92,13 @@ class Points:
         return steps * self.step + sum(saves)
 
     def saved(self, level: int, clock: np.ndarray) -> np.ndarray:
-        """The steps, (points, runs), that the newest save of that level has, which was over at `clock`."""
+        """The steps, (points, runs), that the newest checkpoint of that level has, which was over at `clock`."""
         steps, rest = np.zeros_like(clock), clock
         for upper in reversed(range(level, len(self.every))):
             number = np.floor(rest / self.seconds[upper])
             rest = rest - number * self.seconds[upper]
             if upper < len(self.every) - 1:
-                over = number >= self.times[upper + 1]  # then a save above goes on, and no steps
+                over = number >= self.times[upper + 1]  # then a checkpoint above continues, and no steps
                 number, rest = np.where(over, self.times[upper + 1], number), np.where(over, 0.0, rest)
             steps = steps + number * self.every[upper]
         return steps
@@ -107,11 +107,11 @@ class Points:
 def simulate(levels: Sequence[Level], step: float, every: np.ndarray, failures: Failures) -> np.ndarray:
     """The share of the time lost, (points, runs), up to the last failure, at intervals `every`, (points, levels).
 
-    A failure takes all saves of the levels below the one that it names, and those under way. The run goes on from the
-    newest save that is left, after the time that the level named takes.
+    A failure takes all checkpoints of the levels below the one that it names, and those under way. The run resumes
+    from the newest checkpoint that is left, after the time that the level named takes.
     """
     points = Points(levels, step, every)
-    # What is under way beside training: from the end of the stall to where the save can be recovered from.
+    # What is under way beside training: from the end of the stall to where the checkpoint can be recovered from.
     latency = [max(level.duration - level.cost, 0.0) for level in levels]
     restart = np.array([level.restart for level in levels])
     here = np.zeros((len(every), failures.gaps.shape[1]))
@@ -129,7 +129,7 @@ def simulate(levels: Sequence[Level], step: float, every: np.ndarray, failures: 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Which levels are used, and steps between saves of each of them."""
+    """Which levels are used, and steps between checkpoints of each of them."""
 
     used: tuple[int, ...]
     every: tuple[int, ...]
@@ -191,7 +191,7 @@ def around(setting: FailureSetting, choice: Intervals, factor: float, points: in
 
 
 def _allowed(setting: FailureSetting, used: Sequence[int], nests: Iterator[list[int]]) -> np.ndarray:
-    """Those at which every save is over before the next of its level."""
+    """Those at which every checkpoint is over before the next of its level."""
     least = [setting.levels[index].duration / setting.step - 1e-9 for index in used]
     return np.array([nest for nest in nests if all(one >= other for one, other in zip(nest, least, strict=True))])
 
@@ -209,7 +209,7 @@ def cache(mean: float, shape: float = 1.0) -> FailureSetting:
 
 
 def two() -> FailureSetting:
-    """Two levels whose saves stop training."""
+    """Two levels whose checkpoints stop training."""
     memory = Level("memory", cost=0.5, duration=0.5, rate=1 / HOUR, restart=5.0)
     return FailureSetting((memory, Level("disk", cost=60.0, duration=60.0, rate=0.1 / HOUR, restart=120.0)), step=1.0)
 
@@ -268,8 +268,8 @@ def rows(sizes: Sizes | None = None) -> list[Bar]:
         for name, (setting, words) in told.items()
     ]
     what = (
-        "time lost with saves of 60 s at the simulator's best interval over ours with a level of 0.5 s below, which "
-        "survives 10 of 11 failures; one every 55 minutes"
+        "time lost with checkpoints of 60 s at the simulator's best interval over ours with a level of 0.5 s below, "
+        "which survives 10 of 11 failures; one every 55 minutes"
     )
     measure = functools.partial(one_level, two(), sizes)
     return [*bars, Bar("checkpoint.waste-one-level", what, ">=", 2.5, measure, baseline="disk only", seeds=(1, 2))]

@@ -115,7 +115,7 @@ def rows() -> list[Bar]:
     """All bars of this module."""
     each = f"{len(PER_STEP) + len(LOCAL)} codecs and ways of local steps, {STEPS} steps each on 4 ranks"
     what = f"steps after which the weights of the ranks were not all equal: {each}"
-    kept = "mean residual on 2 ranks that go on after 4: worst relative difference over the codecs"
+    kept = "mean residual on 2 ranks that continue after 4: worst relative difference over the codecs"
     death = "a rank killed within an exchange: share of rounds in which it is named and the restart loses nothing"
     return [
         Bar("comm.replicas", what, "<=", 0, measure=replicas),

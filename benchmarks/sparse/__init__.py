@@ -2,6 +2,6 @@
 
 python -m benchmarks.sparse [--strict] [--only sparse.PREFIX] [--list] [--cache FOLDER] [--budget MINUTES] [--trial]
 
-Every training run is stored as one JSON file in the cache and never made twice: a benchmark that was stopped goes on
+Every training run is stored as one JSON file in the cache and never made twice: a benchmark that was stopped continues
 where it was; delete a file to measure again. With `--trial` runs are short and no row is stored.
 """

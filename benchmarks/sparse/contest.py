@@ -1,6 +1,6 @@
 """The quickstart's GPT at equal steps: dense, and with its feed-forward layers sparse in every way there is.
 
-Every run is stored as one JSON file in the cache and never made twice, so a contest that was stopped goes on where it
+Every run is stored as one JSON file in the cache and never made twice, so a contest that was stopped continues where it
 was. Learning rates are tuned equally: each method takes the best of three on a seed that is not reported.
 """
 

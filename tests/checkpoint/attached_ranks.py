@@ -37,7 +37,7 @@ def digests(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def sharded(*, folder: str, first: int, stop: int) -> dict[str, Any]:
-    """Train a sharded model from a save, if there is one; what was restored, and what there is at the end."""
+    """Train a sharded model from a checkpoint, if there is one; what was restored, and what there is at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

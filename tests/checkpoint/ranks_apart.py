@@ -30,7 +30,7 @@ def large(rank: int, step: int) -> dict[str, Any]:
 
 
 def damaged(*, folder: str, at: int) -> list[Any]:
-    """What each rank restores where one file of the newest save is damaged, which only one rank reads."""
+    """What each rank restores where one file of the newest checkpoint is damaged, which only one rank reads."""
     setting = RunSetup(folder=folder, ranks=2, local=2, disk_every=2)
     trainee = Trainee.of(setting)
     rank = trainee.checkpointer.world.rank

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of exports: train the tiny task, save, and go on from saves."""
+"""What the ranks do in the tests of exports: train the tiny task, save, and resume from saves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def train(*, folder: str, steps: int, total: int = 0, resume: bool = False, settings: dict | None = None) -> dict:
-    """Train up to a step, from a save if asked to; what there was at the start and at the end."""
+    """Train up to a step, from a checkpoint if asked to; what there was at the start and at the end."""
     torch.manual_seed(0)
     with closing(made(folder, total, **(settings or {}))) as job:  # as if it died: nothing is saved at its end
         assert job.restore is not None

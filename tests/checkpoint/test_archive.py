@@ -105,7 +105,7 @@ def test_ls_finds_what_a_dead_run_has_in_memory(dead, capsys):
     assert [row["damage"] for row in told(capsys, "verify", dead)] == [[], []]
 
 
-def test_a_save_in_memory_can_be_exported_by_its_step(dead, capsys, tmp_path):
+def test_a_checkpoint_in_memory_can_be_exported_by_its_step(dead, capsys, tmp_path):
     assert told(capsys, "show", dead, 2)["checkpoint"]["level"] == "memory"
     assert told(capsys, "show", dead)["checkpoint"]["level"] == "disk"
     assert main(["checkpoint", "export", str(dead), "2", "--to", str(tmp_path / "out")]) == 0
@@ -129,7 +129,7 @@ def test_verify_finds_a_flipped_bit_and_exits_with_1(run, capsys, at):
     assert "is damaged: chunk 0" in capsys.readouterr().out
 
 
-def test_show_says_what_is_in_a_save(run, capsys):
+def test_show_says_what_is_in_a_checkpoint(run, capsys):
     found = told(capsys, "show", run, 2)
     assert (found["checkpoint"]["step"], found["checkpoint"]["ranks"]) == (2, 1)
     tensors = {each["name"]: each for each in found["tensors"]}
@@ -203,7 +203,7 @@ def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
     left.mkdir()
     lock = file_acts.Files().lock(saves / LOCK, "another process")
     before = sorted(saves.rglob("*"))
-    assert told(capsys, "prune", run, "--keep", 1) == []  # it is going on
+    assert told(capsys, "prune", run, "--keep", 1) == []  # it is running
     assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
     lock.release()
     assert told(capsys, "prune", run, "--keep", 1) == [str(left)]
@@ -241,7 +241,7 @@ def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
     assert not memory.exists()
 
 
-def test_saves_in_one_file_are_read_too(tmp_path, capsys):
+def test_checkpoints_in_one_file_are_read_too(tmp_path, capsys):
     job = compose(Job(jobs.tiny(), world=World()), [Plain(folder=str(tmp_path / "run/checkpoints"), every=1)])
     with job:
         for number in range(2):

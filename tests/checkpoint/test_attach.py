@@ -38,7 +38,7 @@ def ends(folder, die_at):
 
 
 @pytest.mark.slow
-def test_a_foreign_script_that_dies_goes_on_bitwise(tmp_path):
+def test_a_foreign_script_that_dies_resumes_bitwise(tmp_path):
     through, struck = ends(tmp_path / "through", -1), ends(tmp_path / "struck", 9)
     assert [end[0] for end in through] == ["0", "0"] and struck[0][0] == struck[1][0] != "0"
     assert int(struck[0][0]) >= 6  # saved every other step, to memory
@@ -65,7 +65,7 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
     assert not list((tmp_path / "memory").rglob("*.seal"))
 
 
-def test_a_save_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_path):
+def test_a_checkpoint_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_path):
     """As on a GPU, where they are read after the next step: they are copied beside it, like weights."""
     settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=3)
 
@@ -102,7 +102,7 @@ def test_what_a_rank_has_for_itself_resumes_where_it_was(tmp_path):
             return first, drawn if steps else None
 
     torch.manual_seed(1)
-    through, _ = start(2)  # draws three numbers; the save is after the third
+    through, _ = start(2)  # draws three numbers; the checkpoint is after the third
     expected = torch.rand(1).item()
     assert through[:2] == (0, 0)
     torch.manual_seed(2)
@@ -110,7 +110,7 @@ def test_what_a_rank_has_for_itself_resumes_where_it_was(tmp_path):
 
 
 def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
-    """From when the step was saved that it went on from; an end that was asked for is no failure."""
+    """From when the step was saved that it resumed from; an end that was asked for is no failure."""
     clock = [1000.0]
     monkeypatch.setattr("time.time", lambda: clock[0])
     settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=1)

@@ -63,7 +63,7 @@ def test_buffers_that_differ_between_replicas_are_those_of_each_rank(pool, tmp_p
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-def test_a_save_in_one_file_holds_the_buffers_of_each_rank(pool, tmp_path, sharded):
+def test_a_checkpoint_in_one_file_holds_the_buffers_of_each_rank(pool, tmp_path, sharded):
     def trained(name, first, stop):
         folder = str(tmp_path / name)
         return pool.call(attached_ranks.in_one_file, folder=folder, first=first, stop=stop, sharded=sharded)

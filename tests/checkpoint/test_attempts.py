@@ -1,4 +1,4 @@
-"""A save whose load ends the process: tried a few times over restarts, then passed over by all ranks."""
+"""A checkpoint whose load ends the process: tried a few times over restarts, then passed over by all ranks."""
 
 import json
 import os
@@ -47,14 +47,14 @@ checkpointer.close()
 
 
 def saved(root, steps):
-    """Saves of every other step, the newest in memory and on disk, the others in memory."""
+    """Checkpoints of every other step, the newest in memory and on disk, the others in memory."""
     checkpointer, state, progress = build_checkpointer(root, 0, 1, Files())
     trained(checkpointer, state, progress, range(1, steps + 1))
     checkpointer.close()
 
 
 def restarted(root, deadly, how=signal.SIGSEGV):
-    """(exit code, step that it went on from, what it said) of one start that dies while it loads a step."""
+    """(exit code, step that it resumed from, what it said) of one start that dies while it loads a step."""
     path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", RESTART, str(root), str(deadly), str(int(how))]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
@@ -190,7 +190,7 @@ def test_an_attempt_counts_where_the_load_itself_ended_it(tmp_path, monkeypatch,
 
 
 def with_marks(folder, shared):
-    """A scenario: what three ranks restore once only the last host knows that the newest save was tried too often."""
+    """A scenario: what three ranks restore once only the last host knows that the newest was tried too often."""
     setting = RunSetup(folder=folder, ranks=3, shared=shared)
     trainee = Trainee.of(setting)
     trainee.train(STEPS)
@@ -224,7 +224,7 @@ def killed(root):
 
 
 @pytest.mark.slow
-def test_kills_from_outside_give_no_save_up_however_many(tmp_path):
+def test_kills_from_outside_give_no_checkpoint_up_however_many(tmp_path):
     root = tmp_path / "disk"
     saved(root, 6)
     for _ in range(MOST + 1):

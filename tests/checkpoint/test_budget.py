@@ -45,7 +45,7 @@ def test_slots_are_leased_and_given_back(tmp_path):
     assert memory.leases == {}
 
 
-def test_where_memory_is_short_saves_go_to_disk_from_one_copy(tmp_path):
+def test_where_memory_is_short_checkpoints_go_to_disk_from_one_copy(tmp_path):
     checkpointer, *rest = limited(tmp_path / "disk", budget=SMALL)
     with listening() as said:
         trained(checkpointer, *rest, range(1, 4 * BETWEEN + 1))
@@ -167,7 +167,7 @@ def test_of_several_hosts_one_has_too_little(tmp_path):
 
 
 def preempted(folder, budget):
-    """A scenario: three ranks that are stopped, on machines that end before a save to disk would."""
+    """A scenario: three ranks that are stopped, on machines that end before a checkpoint to disk would."""
     trainee = Trainee.of(RunSetup(folder=folder, ranks=3))
     checkpointer = trainee.checkpointer
     checkpointer.settings = replace(checkpointer.settings, budget=budget, deadline=1e-9)
@@ -181,7 +181,7 @@ def preempted(folder, budget):
 
 
 @pytest.mark.slow
-def test_where_peers_have_no_room_a_deadline_keeps_no_save_from_the_disk(tmp_path):
+def test_where_peers_have_no_room_a_deadline_keeps_no_checkpoint_from_the_disk(tmp_path):
     with Pool(3) as pool:
         every = pool.call(preempted, folder=str(tmp_path / "1"), budget=1.0)
         assert all(safe["peers"] == 6 and safe["disk"] == 4 for safe, _ in every)

@@ -1,4 +1,4 @@
-"""`Plain` and `Tiered` change places in a run's folder: it goes on from the newest of what either has saved."""
+"""`Plain` and `Tiered` change places in a run's folder: it resumes from the newest of what either has saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoestring.testing import jobs
 
 
 def run(saves: Feature, until: int, *, where: str = "auto", die: bool = False) -> int | None:
-    """Train to a step, with a save at the end unless it dies; the step that it went on from."""
+    """Train to a step, with a checkpoint at the end unless it dies; the step that it resumed from."""
     torch.manual_seed(0)
     job = compose(Job(jobs.tiny(), optimizer=partial(torch.optim.AdamW, lr=1e-2), world=World(), total=99), [saves])
     assert job.restore is not None
@@ -43,7 +43,7 @@ def tiered(tmp_path: Path) -> Tiered:
     return Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), **settings)
 
 
-def test_what_tiered_saved_plain_goes_on_from_and_back_again(plain, tiered):
+def test_what_tiered_saved_plain_resumes_from_and_back_again(plain, tiered):
     assert run(tiered, 2) is None
     assert run(plain, 4) == 2
     assert run(tiered, 6) == 4  # the one file is newer than the checkpoint beside it
@@ -86,5 +86,5 @@ def test_what_was_gone_back_from_is_not_taken_again_in_either_form(plain, tiered
     assert run(tiered, 7) == 6  # not 8
 
 
-def test_a_folder_without_saves_starts(plain, tiered, tmp_path):
+def test_a_folder_without_checkpoints_starts(plain, tiered, tmp_path):
     assert run(plain, 1, die=True) is None and run(tiered, 1, die=True) is None

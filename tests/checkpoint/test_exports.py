@@ -1,4 +1,4 @@
-"""What is exported is what was saved, bit for bit; what is imported is gone on from; foreign files run no code."""
+"""What is exported is what was saved, bit for bit; runs resume from what is imported; foreign files run no code."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def flat(state):
 
 
 @pytest.mark.parametrize("kind", ["one", "fsdp"])
-def test_a_run_goes_on_bitwise_from_what_went_out_and_in_again(runs, kind, pool, tmp_path):
+def test_a_run_resumes_bitwise_from_what_went_out_and_in_again(runs, kind, pool, tmp_path):
     folder, story = runs[kind]
     exported(folder, tmp_path / "out", "dcp")
     for where in ("one", "fsdp"):
@@ -313,7 +313,7 @@ def test_damage_far_behind_the_header_is_found_when_it_is_read(tmp_path):
         assert left <= (set() if way == "safetensors" else {"__0_0.distcp"})  # torch may leave the file that it was at
 
 
-def test_going_on_from_an_import_is_no_failure(tmp_path):
+def test_resuming_from_an_import_is_no_failure(tmp_path):
     path = exports.commit({"model": {}}, 7, 0, Disk(tmp_path, Files()))
     assert Record.read(path / "manifest.json").notes["last"] is True
 

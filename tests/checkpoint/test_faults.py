@@ -20,7 +20,7 @@ POINTS = 16  # benchmarks/checkpoint tries 120
 
 
 @pytest.mark.slow
-def test_training_goes_on_and_what_was_safe_stays_so(tmp_path):
+def test_training_continues_and_what_was_safe_stays_so(tmp_path):
     assert [line for _, wrong in injected(tmp_path, POINTS) for line in wrong] == []
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk(small, tmp_path):
 
 
 def test_full_shared_memory(small, tmp_path):
-    """There is room for two of three slots, and then there are saves on disk still."""
+    """There is room for two of three slots, and then there are checkpoints on disk still."""
     small("disk-memory-0", 2 << 20)
     checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     with listening() as said:
@@ -93,14 +93,14 @@ def test_a_disk_that_became_read_only(small):
 KINDS = {
     "a part": r"step-.*\.tmp/private-0\.safetensors$",
     "a manifest": r"manifest\.json",
-    "the save's folder": r"step-[^/]*\.tmp$",
-    "the folder of saves": r"run/saves$",
+    "the checkpoint's folder": r"step-[^/]*\.tmp$",
+    "the folder of checkpoints": r"run/saves$",
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sync_that_fails_is_believed(tmp_path, monkeypatch, kind):
-    """The call itself fails, as of a device that lost what it had taken: nobody may go on as if it had not."""
+    """The call itself fails, as of a device that lost what it had taken: nobody may continue as if it had not."""
     sync, broken = os.fsync, []
 
     def failing(descriptor):

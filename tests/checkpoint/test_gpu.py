@@ -1,4 +1,4 @@
-"""Saving what a GPU trains: copies on their way while it goes on, and a restart that goes on bitwise."""
+"""Saving what a GPU trains: copies on their way while it continues, and a restart that resumes bitwise."""
 
 import tempfile
 import threading
@@ -65,7 +65,7 @@ def sealed(settings):
     return found
 
 
-def test_what_is_saved_is_of_one_step_though_training_goes_on(settings, monkeypatch):
+def test_what_is_saved_is_of_one_step_though_training_continues(settings, monkeypatch):
     waited, reserved = [], []
     told, reserve = Stager.waited, Slot.reserve
 
@@ -110,7 +110,7 @@ def go_on(job, until):
     return [each.detach().cpu() for each in tensors], torch.cuda.get_rng_state()
 
 
-def test_a_run_goes_on_bitwise_from_what_was_in_memory(settings):
+def test_a_run_resumes_bitwise_from_what_was_in_memory(settings):
     with closing(tiny(None, 40)) as job:
         expected, random = go_on(job, 40)
     with closing(tiny(settings, 40)) as job:

@@ -52,7 +52,7 @@ def test_a_rollback_lasts_though_the_run_is_killed_before_it_saves(start, saves)
     assert resume(checkpointer, "auto") == 3 * BETWEEN
 
 
-def test_a_start_that_restores_nothing_deletes_none_of_the_saves_there(start, saves):
+def test_a_start_that_restores_nothing_deletes_none_of_the_checkpoints_there(start, saves):
     checkpointer, state, progress = start()
     trained(checkpointer, state, progress, range(1, 4 * BETWEEN + 1))
     checkpointer.close()

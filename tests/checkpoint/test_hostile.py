@@ -75,7 +75,7 @@ def looks(path):
         "a manifest": lambda: Record.read(path),
         "a part": lambda: Part.open(path, 8, (0,)),
         "a part in a slot": lambda: Part.open(path, 8, (0,), slot=True),
-        "a save in one file": lambda: plain.read(path),
+        "a checkpoint in one file": lambda: plain.read(path),
         "what torch wrote": lambda: dcp.read(path.parent),
         "weights": lambda: exports.read_safetensors(path.parent),
     }
@@ -143,7 +143,7 @@ def test_any_tree_is_decoded_or_refused(value):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(junk)
-def test_any_content_of_a_save_in_one_file_is_read_or_refused(tmp_path_factory, value):
+def test_any_content_of_a_checkpoint_in_one_file_is_read_or_refused(tmp_path_factory, value):
     text = json.dumps(value)
     total = crc32(b"a torch.float32 (2,)", crc32(text.encode()))
     total = crc32(torch.ones(2).view(torch.uint8).numpy().data, total)

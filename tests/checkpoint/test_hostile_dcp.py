@@ -1,4 +1,4 @@
-"""Malicious saves of torch.distributed.checkpoint are refused in one line, before they take time or memory."""
+"""Malicious checkpoints of torch.distributed.checkpoint are refused in one line, before they take time or memory."""
 
 import pickle
 import pickletools
@@ -156,7 +156,7 @@ def test_a_pickle_of_a_great_many_objects_is_refused(data, monkeypatch):
         tracemalloc.stop()
 
 
-def test_the_limit_of_instructions_leaves_room_for_the_largest_saves_and_no_more(tmp_path):
+def test_the_limit_of_instructions_leaves_room_for_the_largest_checkpoints_and_no_more(tmp_path):
     """As many as 75,000 tensors take in torch's own description; each may take some 100 bytes of memory."""
 
     def instructions(count):
@@ -167,7 +167,7 @@ def test_the_limit_of_instructions_leaves_room_for_the_largest_saves_and_no_more
     assert 75_000 * of_a_tensor <= pickles.INSTRUCTIONS <= 10_000_000
 
 
-def test_the_values_of_a_save_share_one_budget(tmp_path, monkeypatch):
+def test_the_values_of_a_checkpoint_share_one_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp, "NODES", 3_000)
     wide = (tuple(range(30)),) * 30
     dcp.read(quiet_save({f"a{number}": wide for number in range(2)}, tmp_path / "few"))

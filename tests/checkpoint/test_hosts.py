@@ -1,4 +1,4 @@
-"""A host is lost with its memory: the others and a fresh one go on from what peers kept, bitwise."""
+"""A host is lost with its memory: the others and a fresh one resume from what peers kept, bitwise."""
 
 import random
 import shutil
@@ -49,7 +49,7 @@ def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
 
 
 @slow
-def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(tmp_path):
+def test_without_peers_a_lost_host_costs_everything_since_the_last_checkpoint_on_disk(tmp_path):
     settings = {"memory_every": 1, "peers_every": 0, "disk_every": 5}
     task = FaultyRun(folder=str(tmp_path / "task"), under="fsdp", settings=settings, steps=14)
     expected = kills.undisturbed(task)
@@ -62,7 +62,7 @@ def test_without_peers_a_lost_host_costs_everything_since_the_last_save_on_disk(
 
 @slow
 @pytest.mark.parametrize("how", ["copy", "parity"])
-def test_where_no_host_comes_for_a_lost_one_the_others_go_on(tmp_path, how):
+def test_where_no_host_comes_for_a_lost_one_the_others_continue(tmp_path, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
     task = FaultyRun(folder=str(kills.fresh(tmp_path / "task")), ranks=3, under="fsdp", settings=settings, steps=14)
     struck = replace(task, victim=2, point="after forward", count=11)

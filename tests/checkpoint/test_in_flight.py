@@ -1,4 +1,4 @@
-"""Copies that are still in flight when somebody goes on: a copy is made only once somebody waits for it."""
+"""Copies that are still in flight when somebody continues: a copy is made only once somebody waits for it."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -100,7 +100,7 @@ class OwnLoop:
         for _ in range(steps):
             yield began, self.step()
         yield began, there
-        job.close()  # without a last save, so that what is restored was copied while training went on
+        job.close()  # without a last checkpoint, so that what is restored was copied while training continued
 
 
 @pytest.mark.parametrize("program", [OwnLoop.by_attach, OwnLoop.by_features])

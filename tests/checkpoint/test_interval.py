@@ -122,7 +122,7 @@ def test_planning_while_failures_come_in_approaches_the_plan_at_the_true_rates(f
 
 @pytest.mark.parametrize(("mean_hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
 def test_one_level_has_the_interval_of_dalys_figures(mean_hours, minutes):
-    # Figures 3 to 5 of Daly 2006: saves of 5 minutes, restarts of 10
+    # Figures 3 to 5 of Daly 2006: checkpoints of 5 minutes, restarts of 10
     one = level(cost=5 * MINUTE, every=mean_hours * HOUR, restart=10 * MINUTE)
     assert one.young_daly / MINUTE == pytest.approx(minutes, abs=0.5 if minutes > 10 else 0.05)
     assert plan([one], 1.0)["disk"] / MINUTE == pytest.approx(minutes, rel=0.04)
@@ -134,7 +134,7 @@ def test_without_end_of_means_between_failures_young_is_right():
     assert plan([one], 1.0)["disk"] == pytest.approx(math.sqrt(2 * 1e8), rel=0.02)
 
 
-def test_a_save_that_takes_longer_than_the_time_between_failures_is_made_once_in_that_time():
+def test_a_checkpoint_that_takes_longer_than_the_time_between_failures_is_made_once_in_that_time():
     assert level(cost=250.0, every=100.0).young_daly == 100.0
     near = [level(cost=cost, every=100.0).young_daly for cost in (199.999, 200.001)]
     assert near == pytest.approx([100.0, 100.0], rel=0.12)
@@ -167,7 +167,7 @@ def test_where_failures_are_rare_the_waste_is_the_first_order_formula():
 
 
 def test_the_setting_of_the_notes():
-    # saves of 0.5 and 60 s, failures every 1 and 10 h, restarts of 5 and 120 s: 60 s and 35 times as much, 7.7 % lost
+    # checkpoints of 0.5 and 60 s, failures every 1 and 10 h, restarts of 5 and 120 s: 60 s and 35 times it, 7.7 % lost
     levels = [level("memory", 0.5, HOUR, restart=5.0), level("disk", 60.0, 10 * HOUR, 60.0, restart=120.0)]
     steps = plan(levels, 1.0)
     assert steps["memory"] == pytest.approx(60, rel=0.05)
@@ -186,7 +186,7 @@ def random_levels(draw, number):
 
 
 def nests(levels, step, longest):
-    """All steps between saves at which each level's are a multiple of the one below and no save meets the next."""
+    """All intervals in steps at which each level's is a multiple of the one below and no checkpoint meets the next."""
     if not levels:
         yield {}
         return
@@ -277,7 +277,7 @@ def test_a_slow_level_is_saved_no_faster_than_it_takes_and_others_follow():
     assert plan([level(cost=0.0, duration=2.1)], 0.3)["disk"] == 7  # and not 8: 2.1 / 0.3 is 7.000000000000001
 
 
-def test_work_done_while_a_save_is_under_way_counts_as_lost():
+def test_work_done_while_a_checkpoint_is_under_way_counts_as_lost():
     slow, at_once = level(cost=1.0, duration=61.0), level(cost=1.0, duration=1.0)
     steps = {"disk": 200}
     assert waste([slow], steps, 1.0) - waste([at_once], steps, 1.0) == pytest.approx(60 / HOUR, rel=0.1)
@@ -334,12 +334,12 @@ def test_intervals_need_no_torch():
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_a_level_that_is_not_used_is_paid_by_those_whose_saves_go_through_it():
+def test_a_level_that_is_not_used_is_paid_by_those_whose_checkpoints_go_through_it():
     memory, disk = level("memory", cost=2.0, every=HOUR), level("disk", cost=0.0, every=100 * HOUR)
     free, paid = [memory, disk], [replace(memory, through=True), disk]
     alone = {"disk": 5}
     assert waste(free, alone, 1.0) < waste(paid, alone, 1.0)
     both = level("disk", cost=2.0, every=HOUR / (1 + 1 / 100))
     assert waste(paid, alone, 1.0) == pytest.approx(waste([both], alone, 1.0))
-    assert plan(free, 1.0) == {"disk": 1}  # as if a save to disk took no copy
+    assert plan(free, 1.0) == {"disk": 1}  # as if a checkpoint to disk took no copy
     assert plan(paid, 1.0)["disk"] > 30

@@ -17,7 +17,7 @@ def task(request, tmp_path):
     return FaultyRun(folder=str(tmp_path / "task"), under=request.param)
 
 
-def test_a_killed_run_goes_on_bitwise_from_what_was_safe(task):
+def test_a_killed_run_resumes_bitwise_from_what_was_safe(task):
     draw = random.Random(task.under)
     expected = kills.undisturbed(task)
     assert len(expected.points) >= 40
@@ -29,7 +29,7 @@ def test_a_killed_run_goes_on_bitwise_from_what_was_safe(task):
 
 
 def test_another_end_is_noticed(task):
-    """The fault that the comparison is for: a run that does not go on from where it was."""
+    """The fault that the comparison is for: a run that does not resume from where it was."""
     expected = kills.undisturbed(task)
     shorter = replace(task, steps=task.steps - 1)
     assert run(replace(shorter, folder=str(kills.fresh(task.place))))

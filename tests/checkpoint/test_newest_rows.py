@@ -87,11 +87,11 @@ def prepared(tmp_path):
         pytest.param("memory", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_kill_between_a_save_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
+def test_a_kill_between_a_checkpoint_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
     folder, through = prepared("killed", saves), prepared("through", saves)
     assert ended(train_and_die, folder, late) == -signal.SIGKILL
     assert [row["step"] for row in rows(folder)] == list(range(1, KILLED - late))
-    with (folder / "out/metrics.jsonl").open("a") as file:  # of a step after the save, and one that is cut short
+    with (folder / "out/metrics.jsonl").open("a") as file:  # of a step after the checkpoint, and one that is cut short
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     assert ended(train, folder) == ended(train, through) == 0
     found, expected = ([row for row in rows(each) if "loss" in row] for each in (folder, through))

@@ -1,4 +1,4 @@
-"""Saves that are due before the one before is sealed: they take other slots, never that of the newest that all have."""
+"""Checkpoints that are due before the one before is sealed: they take other slots, never the newest that all have."""
 
 import threading
 from dataclasses import replace
@@ -69,7 +69,7 @@ def rig(tmp_path):
         each.checkpointer.close()
 
 
-def test_saves_go_on_while_earlier_ones_are_sealed_but_not_over_the_newest_that_is_whole(rig):
+def test_checkpoints_continue_while_earlier_ones_are_sealed_but_not_over_the_newest_that_is_whole(rig):
     found = rig(slots=3)
     for _ in range(3):
         found.step()
@@ -87,7 +87,7 @@ def test_saves_go_on_while_earlier_ones_are_sealed_but_not_over_the_newest_that_
     assert found.held() == [4, 5, 8]
 
 
-def test_with_two_slots_one_save_is_under_way_at_a_time(rig):
+def test_with_two_slots_one_checkpoint_is_under_way_at_a_time(rig):
     found = rig(slots=2)
     for _ in range(2):
         found.step()
@@ -114,7 +114,7 @@ def test_memory_for_what_a_gpu_holds_is_reserved_beside_training(rig, monkeypatc
 
     monkeypatch.setattr(Slot, "reserve", late)
     found.checkpointer.world = replace(found.checkpointer.world, device=torch.device("cuda"))
-    assert found.step() == [] and found.step() == []  # training goes on
+    assert found.step() == [] and found.step() == []  # training continues
     gate.set()
     found.checkpointer.drain()
     assert {*reserved.values()} == {"checkpoint-seal"} and {*reserved} == {"own-0-0", "own-0-1"}

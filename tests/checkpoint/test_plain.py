@@ -81,7 +81,7 @@ def test_a_damaged_newest_falls_back_and_does_not_push_out_good_ones(tmp_path, d
     train(made(tmp_path / "other", every=1, keep=1), 2)
     (tmp_path / name(2)).write_bytes((tmp_path / "other" / name(2)).read_bytes())
     flipped = content[:-5] + bytes([content[-5] ^ 16]) + content[-4:]
-    newest.write_bytes({"cut": content[:-7], "flip": flipped, "empty": b"", "other": b"no save" * 99}[damage])
+    newest.write_bytes({"cut": content[:-7], "flip": flipped, "empty": b"", "other": b"no checkpoint" * 99}[damage])
     job = made(tmp_path, every=1, keep=1)
     assert job.restore("auto") == 2
     assert f"skipping `{newest}`" in caplog.text
@@ -90,7 +90,7 @@ def test_a_damaged_newest_falls_back_and_does_not_push_out_good_ones(tmp_path, d
     assert made(tmp_path).restore("auto") == 3
 
 
-def test_going_back_by_name_abandons_the_later_saves(tmp_path):
+def test_going_back_by_name_abandons_the_later_checkpoints(tmp_path):
     train(made(tmp_path, every=1, keep=9), 4)
     job = made(tmp_path, every=1, keep=9)
     assert job.restore(str(tmp_path / name(2))) == 2
@@ -107,7 +107,7 @@ def test_all_damaged_is_an_error(tmp_path):
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
 
 
-def test_a_save_of_another_model_is_refused_by_name(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     train(made(tmp_path, every=1), 1)
     with pytest.raises(
         CheckpointError, match=f"{name(1)}` does not fit this run's model: size mismatch for 0.bias"
@@ -116,7 +116,7 @@ def test_a_save_of_another_model_is_refused_by_name(tmp_path):
     assert "another one than the checkpoint's" in refused.value.hint and "--run.folder NEW" in refused.value.hint
 
 
-def test_a_save_of_another_format_is_refused(tmp_path):
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     from shoestring.checkpoint.format.state import pack
 
     (tmp_path / name(1)).write_bytes(pack({"format": 99}))
@@ -144,7 +144,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_last_save_and_nothing_else(small_disk):
+def test_a_full_disk_is_an_error_that_leaves_the_last_checkpoint_and_nothing_else(small_disk):
     job = made(small_disk, every=1, keep=2, width=16)
     train(job)
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
@@ -201,7 +201,7 @@ def test_a_rollback_lasts_though_the_run_is_killed_before_it_saves(tmp_path):
     assert last.restore("auto") == 4 and torch.equal(last.module[0].weight, again.module[0].weight)
 
 
-def test_a_start_that_restores_nothing_deletes_no_later_saves(tmp_path):
+def test_a_start_that_restores_nothing_deletes_no_later_checkpoints(tmp_path):
     train(made(tmp_path, every=2, keep=2), 8)
     job = train(made(tmp_path, every=1, keep=2), 3)
     assert [each for each in names(tmp_path) if each.startswith("step")] == [name(step) for step in (2, 3, 6, 8)]

@@ -1,4 +1,4 @@
-"""Every state that a power loss during some saves could leave a disk in."""
+"""Every state that a power loss during some checkpoints could leave a disk in."""
 
 import logging
 from dataclasses import replace
@@ -18,7 +18,7 @@ def story(tmp_path_factory):
     logging.getLogger("shoestring").setLevel(logging.NOTSET)
 
 
-def test_a_save_that_was_committed_survives_power_loss(story, tmp_path):
+def test_a_checkpoint_that_was_committed_survives_power_loss(story, tmp_path):
     found = list(replayed(story, tmp_path, SUBSETS, restore=True))
     assert [line for lines in found for line in lines] == [] and len(found) > 150
 

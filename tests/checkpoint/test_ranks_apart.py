@@ -34,7 +34,7 @@ def test_a_copy_that_is_not_what_was_sent_is_no_copy_on_any_rank(pool, tmp_path)
         (True, "what rank 0 sent to rank 1 did not arrive whole"),
     ],
 )
-def test_saves_to_peers_go_on_after_one_that_was_miscopied(pool, tmp_path, parity, why):
+def test_checkpoints_to_peers_continue_after_one_that_was_miscopied(pool, tmp_path, parity, why):
     """All ranks drop it, so that none is left in an exchange, and nothing of it is sealed."""
     every = pool.call(ranks_apart.miscopied, folder=str(tmp_path), parity=parity)
     assert [each[:2] for each in every] == [[0, 4]] * 2

@@ -1,4 +1,4 @@
-"""Looking for saves where a disk cannot be read, where parts contradict each other, and where some were rebuilt."""
+"""Looking for checkpoints where a disk cannot be read, parts contradict each other, or some were rebuilt."""
 
 import re
 import shutil
@@ -55,11 +55,11 @@ def test_a_rank_that_cannot_look_for_saves_keeps_no_other_waiting(tmp_path):
         assert [found for found, _ in every] == [STEPS] * 3
         assert [len(said) for _, said in every] == [0, 1, 0] and "cannot look for checkpoints in" in every[1][1][0]
         every = pool.call(unreadable, folder=str(tmp_path / "2"), memory=False)
-    assert len({found for found, _ in every}) == 1  # nor does it begin anew beside saves that are there
+    assert len({found for found, _ in every}) == 1  # nor does it begin anew beside checkpoints that are there
     assert every[0][0].startswith("nothing to resume from: cannot look for checkpoints in") and TOO_LONG in every[0][0]
 
 
-def test_one_file_saves_that_cannot_be_looked_for(tmp_path, caplog):
+def test_one_file_checkpoints_that_cannot_be_looked_for(tmp_path, caplog):
     assert saves(tmp_path / TOO_LONG) == [] and "cannot look for checkpoints in" in caplog.text
 
 
@@ -67,7 +67,7 @@ def test_one_file_saves_that_cannot_be_looked_for(tmp_path, caplog):
 
 
 def half(name, first, dtype, shape, step=2):
-    """Two rows of a tensor, as a part of the save of a step."""
+    """Two rows of a tensor, as a part of the checkpoint of a step."""
     data = torch.ones(2, *shape[1:], dtype=dtype)
     leaf = Leaf("weight", shape, Box((first, 0), tuple(data.shape)), (0,), data)
     about = {"step": step, "trees": {"shared": {"model": {"map": [["weight", {"tensor": "weight"}]]}}, "own": {}}}
@@ -97,7 +97,7 @@ def test_parts_of_which_one_tensor_has_two_types_are_refused(tmp_path, dtype, sh
 
 
 def rebuilt(folder, killed=False, room=True):
-    """A scenario: what was rebuilt for a lost host, by steps after the run went on.
+    """A scenario: what was rebuilt for a lost host, by steps after the run continued.
 
     Args:
         killed: once more, before it could save anything.

@@ -26,7 +26,7 @@ class Flipping(Files):
 
 
 @pytest.mark.parametrize("kind", ["private", "manifest"])
-def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
+def test_a_disk_that_flips_a_bit_costs_no_earlier_checkpoint(tmp_path, kind):
     files = Flipping(kind)
     files.root = tmp_path / "disk"
     checkpointer, state, progress = build_checkpointer(files.root, 0, 1, files)
@@ -34,7 +34,7 @@ def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
     files.broken = True
     with listening() as said:
         trained(checkpointer, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
-    assert checkpointer.safe["disk"] == BETWEEN and len(said) == 2  # each save has a folder of its own
+    assert checkpointer.safe["disk"] == BETWEEN and len(said) == 2  # each checkpoint has a folder of its own
     assert all(
         "no checkpoints to disk: it holds other bytes than were written" in line and kind in line for line in said
     )
@@ -48,8 +48,8 @@ def test_a_disk_that_flips_a_bit_costs_no_earlier_save(tmp_path, kind):
     checkpointer.close()
 
 
-def test_without_peers_a_deadline_keeps_no_save_from_the_disk(tmp_path):
-    """However long it takes: it is all that there is to go on from."""
+def test_without_peers_a_deadline_keeps_no_checkpoint_from_the_disk(tmp_path):
+    """However long it takes: it is all that there is to resume from."""
     checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     checkpointer.settings = replace(checkpointer.settings, deadline=1e-9)
     trained(checkpointer, state, progress, range(1, BETWEEN + 1))

@@ -13,7 +13,7 @@ from shoestring.testing.checkpointing.known import build_checkpointer, trained
 
 
 def planned(schedule, steps, seconds=0.0, step=10.0):
-    """What is said once so many steps between saves were planned from such measurements."""
+    """What is said once so many steps between checkpoints were planned from such measurements."""
     schedule.steps = dict(zip(LEVELS, steps, strict=True))
     schedule._seconds = dict.fromkeys(LEVELS, seconds)
     schedule._steps = {False: [step], True: [step]}
@@ -83,7 +83,7 @@ def test_a_run_says_what_was_planned(tmp_path, caplog, every):
 
 @pytest.mark.parametrize("beside", [1.0, 1.1])
 def test_a_plan_stands_where_step_times_scatter(beside):
-    """Evaluation takes fifty steps' time, and steps beside saves are by chance no slower than others."""
+    """Evaluation takes fifty steps' time, and steps beside checkpoints are by chance no slower than others."""
     draw, schedule, now = random.Random(0), CheckpointSchedule(Tiered(), 1), 0.0
     schedule.stalled(0.004)
     schedule.took("memory", 0.02)

@@ -1,4 +1,4 @@
-"""Filling slots again and again: what is kept from save to save must never be what is saved."""
+"""Filling slots again and again: what is kept from checkpoint to checkpoint must never be what is saved."""
 
 import gc
 import time
@@ -85,7 +85,7 @@ def rig(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_save_is_of_the_state_as_it_is(data):
+def test_every_checkpoint_is_of_the_state_as_it_is(data):
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     with TemporaryDirectory() as folder:
         rig = Rig(folder)

@@ -16,7 +16,7 @@ def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):
         say(task, rank, "safe", json.dumps(line))
     for line in ([0, 0], [1, 4]):
         say(task, 0, "starts", json.dumps(line))
-    assert list(went_back(task)) == ["start 1 went on from step 4, step 5 was safe"]
+    assert list(went_back(task)) == ["start 1 resumed from step 4, step 5 was safe"]
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def read(value):
     return {key: read(each) for key, each in value.items()} if isinstance(value, dict) else value.read()
 
 
-def test_a_save_of_version_0_1_is_read(tmp_path):
+def test_a_checkpoint_of_version_0_1_is_read(tmp_path):
     """Its names are the paths as they are, and a number behind those that were taken."""
     names = {"model/1": 1.0, "model/1~1": 2.0, "model/a/b": 3.0, "model/a/b~3": 4.0, "0:loader/at": 5.0}
     pairs = [[1, {"tensor": "model/1"}], ["1", {"tensor": "model/1~1"}], ["a/b", {"tensor": "model/a/b"}]]

@@ -69,7 +69,7 @@ def test_the_simulator_loses_what_a_walk_through_the_run_loses(seed):
 
 
 def test_a_life_by_hand():
-    # Steps of 1 s; every 2 steps a save of 0.5 s, every 4 one of 1 s more that can be recovered from 2 s later.
+    # Steps of 1 s; every 2 steps a checkpoint of 0.5 s, every 4 one of 1 s more that can be recovered from 2 s later.
     levels = [Level("memory", 0.5, 0.5, 1.0, 3.0), Level("disk", 1.0, 3.0, 1.0, 7.0)]
     # Saves end at 2.5 (2 steps), 5 and 6 (4 steps; from disk at 8), 8.5 (6), 11 and 12 (8; from disk at 14).
     for gap, failed, kept in ((2.4, 0, 0), (2.6, 0, 2), (5.5, 0, 4), (5.5, 1, 0), (7.9, 1, 0), (8.1, 1, 4), (13, 1, 4)):
@@ -148,7 +148,7 @@ def test_the_search_finds_youngs_interval_and_leaves_out_what_does_not_pay():
     assert optimum(cheap, drawn(cheap, 300, 8, seed=6), lambda: None, points=5).used == (0, 1)
 
 
-def test_the_grid_holds_no_interval_shorter_than_a_save():
+def test_the_grid_holds_no_interval_shorter_than_a_checkpoint():
     grid = coarse(cache(600.0), (0, 1, 2))
     assert len(grid) > 50
     assert (grid[:, 0] >= 1).all()

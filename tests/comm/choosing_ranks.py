@@ -40,7 +40,7 @@ def digest(job: Job) -> str:
 
 
 def steps(*, choice: dict[str, Any] | None = None, count: int = 4) -> dict[str, Any]:
-    """Some steps, with a choice given or measured; and what a save after half of them leads to."""
+    """Some steps, with a choice given or measured; and what a checkpoint after half of them leads to."""
     with made(("powersgd(rank=2)",)) as job:
         chooser = job.kept["comm.auto"].state
         if choice is not None:
@@ -114,7 +114,7 @@ def rebucketed() -> list[list[float]]:
 
 
 def again() -> dict[str, Any]:
-    """A run that is saved after two steps and goes on, against one that was not stopped."""
+    """A run that is saved after two steps and continues, against one that was not stopped."""
     choice = Candidate("powersgd(rank=2)", 2, 1, 1024, ("*.bias",))
     state = {"choice": _json(vars(choice)), "inner": {"round": 0, "codec": {}, "locals": 1}}
     with made(("powersgd(rank=2)",)) as job:

@@ -100,7 +100,7 @@ def assert_untouched_when_given_up(make: Make) -> None:
         for kind, of_kind in before.items():
             assert of_kind.keys() == codecs[1].state[kind].keys()
             assert all(torch.equal(codecs[1].state[kind][name], tensor) for name, tensor in of_kind.items())
-    for step in (3, 4):  # and goes on as one that was loaded from a save does
+    for step in (3, 4):  # and continues as one that was loaded from a checkpoint does
         mine, theirs = gradients(step), gradients(step)
         run_lockstep(codecs, mine, step)
         run_lockstep(other, theirs, step)
@@ -132,7 +132,7 @@ def answer(requests: tuple, reader: int) -> torch.Tensor:
 
 
 def assert_merging_conserves(make: Make) -> None:
-    """A run of three ranks goes on with two: what was owed still is."""
+    """A run of three ranks continues with two: what was owed still is."""
     codecs = [make() for _ in range(RANKS)]
     for step in range(3):
         run_lockstep(codecs, gradients(step), step)

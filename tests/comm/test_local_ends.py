@@ -60,7 +60,7 @@ def test_one_vote_stops_all_at_a_merge_and_what_is_left_is_equal(pool: Pool, fea
 
 
 def test_a_loss_that_is_nan_on_one_replica_ends_all_of_them_together(pool: Pool, tmp_path: Path) -> None:
-    """Also where something else makes the ranks meet in between: a save after every step."""
+    """Also where something else makes the ranks meet in between: a checkpoint after every step."""
     arguments: dict[str, Any] = {"steps": 9, "poison": {"1": 2}, "folder": str(tmp_path)}
     one, other = train(pool, Plain(every=1, keep=9), DiLoCo(every=4), **arguments)
     assert other["said"].startswith("the loss became nan at step 2 (hint")

@@ -203,7 +203,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
-def test_a_run_goes_on_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
+def test_a_run_resumes_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path), "micro": 2, "ragged": True}
     through = train(pool, Plain(every=1, keep=9), feature, **arguments)
     saves = merging.saves(str(tmp_path))
@@ -216,7 +216,7 @@ def test_a_run_goes_on_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, fea
             assert one["tokens"] == other["tokens"]
 
 
-def test_another_number_of_replicas_goes_on_from_their_mean(pool: Pool, tmp_path: Path) -> None:
+def test_another_number_of_replicas_resumes_from_their_mean(pool: Pool, tmp_path: Path) -> None:
     through = train(pool, Plain(every=1, keep=9), DiLoCo(every=3), steps=5, folder=str(tmp_path))
     for step, path in enumerate(merging.saves(str(tmp_path)), 1):
         job = compose(Job(jobs.tiny().double(), optimizer=jobs.sgd(0.1), world=World()), [
@@ -263,7 +263,7 @@ def test_a_host_of_two_ranks_is_one_replica(four: Pool, inside: Any) -> None:
     (DDP(hosts="leave"), DiLoCo(every=4, codec="8bit")),
 ], ids=["fsdp", "ddp"])  # fmt: skip
 @pytest.mark.slow
-def test_hosts_go_on_bit_for_bit(four: Pool, tmp_path: Path, inside: Any, feature: Any) -> None:
+def test_hosts_resume_bit_for_bit(four: Pool, tmp_path: Path, inside: Any, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path), "local": 2}
     through = train(four, Plain(every=1, keep=9), feature, inside, **arguments)
     arguments["folder"] = str(tmp_path / "again")

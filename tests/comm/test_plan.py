@@ -128,7 +128,7 @@ def test_one_bucket_hides_nothing():
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.01 + 0.5 + 0.05)
 
 
-def test_buckets_travel_while_the_backward_pass_goes_on():
+def test_buckets_travel_while_the_backward_pass_continues():
     # Each bucket of 2 MB takes 0.125 s on the wire, less than the 0.2 s until the next one: only the last is seen.
     predicted = cost_model.PricedDDP(DATA, 2 * MB).predict(step(), cluster(16 * MB))
     assert makespan(predicted) == pytest.approx(0.1 + 0.8 + 0.125 + 0.05)
@@ -328,7 +328,7 @@ def test_a_chosen_codec_is_that_codec(pool):
     assert one["hooked"] and one["digest"] == other["digest"]
 
 
-def test_a_resumed_run_goes_on_with_its_choice_and_its_residuals(pool):
+def test_a_resumed_run_continues_with_its_choice_and_its_residuals(pool):
     for found in pool.call(choosing_ranks.again):
         assert found["whole"] == found["again"]
         assert "residual" in found["kinds"]

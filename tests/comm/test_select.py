@@ -126,7 +126,7 @@ def test_state_is_untouched_until_the_first_answers(selector):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_goes_on_after_a_restart_as_if_there_was_none(selector):
+def test_continues_after_a_restart_as_if_there_was_none(selector):
     codecs = made(selector, feedback)
     for step in range(8):
         run_lockstep(codecs, gradients(step), step)
@@ -141,7 +141,7 @@ def test_goes_on_after_a_restart_as_if_there_was_none(selector):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_merged_conserves_and_goes_on(selector):
+def test_merged_conserves_and_continues(selector):
     codecs = made(selector, feedback)
     for step in range(6):
         run_lockstep(codecs, gradients(step), step)
@@ -321,7 +321,7 @@ def test_the_hypernetwork_learns_which_layers_matter():
 
 
 @pytest.mark.parametrize(("saved", "chosen"), [(0, set()), (6, {0})])
-def test_the_hypernetwork_goes_on_saving_for_what_it_began_to_save_for(saved, chosen):
+def test_the_hypernetwork_continues_saving_for_what_it_began_to_save_for(saved, chosen):
     """Layer 0 costs more than a budget of 10."""
     known = replace(layers([15, 4, 4, 4], 10, entries=np.ones(4)), allowance=10.0 + saved)
     notes = {

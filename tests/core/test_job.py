@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_and_no_gradients(value):
     assert made.progress.step == 1 and made.progress.tokens == 2
     assert all(torch.equal(one, other) for one, other in zip(before, made.parameters, strict=True))
     assert not made.gradients
-    made.step(batch())  # and it can go on
+    made.step(batch())  # and it can continue
     assert all(parameter.isfinite().all() for parameter in made.parameters)
 
 
@@ -230,7 +230,7 @@ def test_loading_makes_no_step(tmp_path):
 
 
 def test_tokens_of_a_step_that_is_not_read_yet_are_in_what_is_kept():
-    """As on a GPU, where the numbers of a step are read after the next one: a save between them lacks none."""
+    """As on a GPU, where the numbers of a step are read after the next one: a checkpoint between them lacks none."""
 
     def kept(made):
         progress = Progress()

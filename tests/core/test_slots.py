@@ -168,7 +168,7 @@ def in_bf16(batch):
     return batch[0].bfloat16(), batch[1]
 
 
-def test_the_optimizer_clipping_and_saves_see_what_is_trained_in_the_parameters_place(tmp_path):
+def test_the_optimizer_clipping_and_checkpoints_see_what_is_trained_in_the_parameters_place(tmp_path):
     def run(steps, resume=False):
         made, feature = masters()
         plain = checkpoint.Plain(folder=str(tmp_path), every=2, keep=9)

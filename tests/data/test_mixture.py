@@ -99,7 +99,7 @@ def test_bits_per_byte_are_those_of_the_samples_as_they_are_drawn(sources, tmp_p
 
 @pytest.mark.parametrize("weights", [(), (1.0, 5.0, 0.5)])
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (2, 2), (4, 1)])
-def test_a_run_goes_on_exactly_with_another_number_of_ranks(sources, tmp_path, weights, size, accumulate):
+def test_a_run_continues_exactly_with_another_number_of_ranks(sources, tmp_path, weights, size, accumulate):
     corpus = prepare_mixture(sources, Data(**SETTINGS, weights=weights), tmp_path / "out")
 
     def batches(loaders, count):

@@ -56,7 +56,7 @@ def test_a_worker_ends_with_its_agent(how):
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_worker_and_the_next_start_goes_on(tmp_path):
+def test_a_killed_launcher_leaves_no_worker_and_the_next_start_continues(tmp_path):
     lab_run = LabRun.prepare(tmp_path)
     command = [sys.executable, "-m", "shoestring", "train", lab_run.run, "--run.folder", str(lab_run.shared / "run")]
     command += ["--workers", "2", "--run.steps"]

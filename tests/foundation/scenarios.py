@@ -121,7 +121,7 @@ def stopped(world: World) -> dict:
 
 
 def whole(world: World, folder: Path, area: dict, *, resume: Path | None = None, **settings) -> dict:
-    """Train the toy on its samples; the losses by step, the ids by micro-batch and the last save's tensors' hash."""
+    """Train the toy on its samples; losses by step, ids by micro-batch, a hash of the last checkpoint's tensors."""
     toy.seen.clear()
     workers = settings.pop("workers", 0)
     document = {
@@ -147,7 +147,7 @@ def whole(world: World, folder: Path, area: dict, *, resume: Path | None = None,
 
 
 def digest(folder: Path, step: int) -> dict[str, float]:
-    """Exact sums of what the save of `step` holds for the model and the optimizer, by name."""
+    """Exact sums of what the checkpoint of `step` holds for the model and the optimizer, by name."""
     shared = unpack(save(folder, step).read_bytes())["shared"]
     tensors = dict(shared["model"])
     for name, state in shared["optimizer"]["state"].items():
@@ -165,7 +165,7 @@ CASES = [("ddp", 0, 1), ("ddp", 1, 2), ("fsdp", 1, 1), ("fsdp", 0, 2)]  # shardi
 
 
 def resumes(world: World, root: Path) -> dict:
-    """Each case straight through, and from its save in the middle of the first epoch."""
+    """Each case straight through, and from its checkpoint in the middle of the first epoch."""
     results = {}
     for sharding, workers, accumulate in CASES:
         name = f"{sharding} workers={workers} accumulate={accumulate}"
@@ -190,7 +190,7 @@ def changing_ranks(world: World, root: Path) -> list[list[list[int]]]:
 
 
 def refused(world: World, root: Path) -> str:
-    """A save of another model, resumed on both ranks."""
+    """A checkpoint of another model, resumed on both ranks."""
     try:
         whole(world, root / "wide", {"model": {"width": 24}}, resume=save(root / "2", 4))
     except ShoestringError as error:

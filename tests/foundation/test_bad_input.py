@@ -261,7 +261,7 @@ def small_disk(here):
 @pytest.mark.parametrize("saves", ["disk/out/checkpoints", "elsewhere"])
 @pytest.mark.parametrize("free", [0, 8192, 49_152, 131_072])
 def test_a_full_disk_is_one_line_and_leaves_what_is_whole(small_disk, free, saves, capsys):
-    """Whichever file it is that finds no room: the run file, the metrics, a save, the model, the report."""
+    """Whichever file it is that finds no room: the run file, the metrics, a checkpoint, the model, the report."""
     usage = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(b"0" * (usage.f_bavail * usage.f_bsize - free))
     flags = ["--run.folder", "disk/out", "--checkpoint.plain.folder", str(Path(saves).absolute())]

@@ -67,7 +67,7 @@ def test_a_sink_that_fails_gets_no_more_and_ends_nothing(tmp_path, caplog):
         train(run(tmp_path / "other"), World(), sinks=[object()])
 
 
-def test_a_stop_ends_after_the_step_with_a_save_and_the_run_can_be_resumed(tmp_path):
+def test_a_stop_ends_after_the_step_with_a_checkpoint_and_the_run_can_be_resumed(tmp_path):
     whole, sink = Memory(), Memory()
     train(run(tmp_path / "whole"), World(), sinks=[whole])
     asked = iter([False, False, True])

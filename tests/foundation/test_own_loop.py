@@ -1,4 +1,4 @@
-"""Loops that people write themselves: they end with a save, at a signal too, and their schedules know the end."""
+"""Loops that people write themselves: they end with a checkpoint, at a signal too, and their schedules know the end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_loop_that_ends_before_its_total_saves_once_it_is_left(tmp_path, saves
         assert plain(tmp_path) == []
     (save,) = plain(tmp_path)
     assert save.startswith("step-00000004")
-    with job(tmp_path, saves, total=2 * STEPS) as made:  # a longer one goes on from there, and keeps its own total
+    with job(tmp_path, saves, total=2 * STEPS) as made:  # a longer one resumes from there, and keeps its own total
         assert made.restore is not None and made.restore("auto") == 4 and made.progress.total == 2 * STEPS
 
 

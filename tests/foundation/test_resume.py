@@ -1,4 +1,4 @@
-"""Going on from a save: bit for bit on equal ranks, with exactly the right samples when their number changes."""
+"""Resuming from a checkpoint: bit for bit on equal ranks, with exactly the right samples when their number changes."""
 
 import json
 from itertools import chain
@@ -16,7 +16,7 @@ from shoestring.data.loader import Loader
     ("workers", "accumulate"),
     [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 1), (0, 2), (1, 1)))],
 )
-def test_one_rank_goes_on_bit_for_bit(tmp_path, workers, accumulate):
+def test_one_rank_resumes_bit_for_bit(tmp_path, workers, accumulate):
     options = {"workers": workers, "accumulate": accumulate}
     through = scenarios.whole(World(), tmp_path / "through", {}, **options)
     again = scenarios.whole(World(), tmp_path / "again", {}, resume=scenarios.save(tmp_path / "through", 4), **options)
@@ -24,7 +24,7 @@ def test_one_rank_goes_on_bit_for_bit(tmp_path, workers, accumulate):
 
 
 @pytest.mark.parametrize("case", [f"{s} workers={w} accumulate={a}" for s, w, a in scenarios.CASES])
-def test_two_ranks_go_on_bit_for_bit(two_ranks, case):
+def test_two_ranks_resume_bit_for_bit(two_ranks, case):
     check(**two_ranks["resumes"][case])
 
 
@@ -47,7 +47,7 @@ def test_other_ranks_see_exactly_the_samples_that_are_left(two_ranks):
     assert steps == [sorted(through.ids(8 * step, 8).tolist()) for step in range(10)]
 
 
-def test_a_save_of_another_model_is_refused_by_name(two_ranks):
+def test_a_checkpoint_of_another_model_is_refused_by_name(two_ranks):
     said = two_ranks["refused"]
     assert "step-00000004.safetensors` does not fit this run's model" in said and "head.weight" in said
 

@@ -1,4 +1,4 @@
-"""Real runs of two workers that are told to end, or lose a worker, and go on."""
+"""Real runs of two workers that are told to end, or lose a worker, and continue."""
 
 import json
 import signal
@@ -53,7 +53,7 @@ def ended(process, timeout=120):
     pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, marks=pytest.mark.slow),
 ], ids=lambda number: number.name)  # fmt: skip
-def test_a_signal_ends_after_the_step_and_resume_goes_on(tmp_path, number):
+def test_a_signal_ends_after_the_step_and_resume_continues(tmp_path, number):
     (tmp_path / "marker").touch()
     (tmp_path / "run.toml").write_text(RUN.format(steps=10**6, every=0))
     process = train(tmp_path)

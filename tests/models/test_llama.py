@@ -117,7 +117,7 @@ def test_saving_again_leaves_nothing_of_the_model_before(tmp_path, first, second
     assert {path.name for path in tmp_path.glob("*.safetensors")} == named
 
 
-def test_an_interrupted_save_over_a_model_is_not_a_model(tmp_path, monkeypatch):
+def test_an_interrupted_write_over_a_model_is_not_a_model(tmp_path, monkeypatch):
     save_pretrained(build(), tmp_path)
 
     def full(path, data):

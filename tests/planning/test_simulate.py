@@ -79,7 +79,7 @@ def test_a_backward_pass_in_two_buckets_hides_the_first_one():
     assert trace.totals["bucket 1", "wire"].nbytes == 20
 
 
-def test_work_beside_other_work_is_slower_only_while_both_go_on():
+def test_work_beside_other_work_is_slower_only_while_both_continue():
     tasks = [Task("backward", "compute", 4, "compute"), Task("ring", "wire", 1, "wire")]
     trace = simulate(tasks, {"compute beside wire": 1.5, "wire beside compute": 2.0})
     # For 2 s the ring runs at half its speed and the backward pass does 2 / 1.5 of its 4 s.

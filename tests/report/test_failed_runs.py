@@ -97,7 +97,7 @@ def test_a_process_that_was_killed_is_found_by_the_next_start(run_file):
 def test_an_end_is_an_end_again_after_a_failure_and_the_page_lists_the_starts(run_file):
     with pytest.raises(ValueError, match="out of range"):
         main(["train", str(run_file("raises"))])
-    path = run_file("raises")  # which fails at its fourth call only: what is called on goes on
+    path = run_file("raises")  # which fails at its fourth call only, so the next start succeeds
     assert main(["train", str(path)]) == 0
     text = page_of(path)
     assert "✓ finished" in text and 'class="failure"' not in text and "<h2>Starts and ends</h2>" in text

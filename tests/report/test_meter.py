@@ -30,7 +30,7 @@ def rows_of(tmp_path, phase):
     return seen, read(tmp_path).columns["loss"]
 
 
-def test_a_step_whose_save_fails_is_written_down(tmp_path):
+def test_a_step_whose_checkpoint_fails_is_written_down(tmp_path):
     seen, written = rows_of(tmp_path, Phase.CAPTURE)
     assert written == dict(enumerate(seen, 1)) and len(written) == 3
 

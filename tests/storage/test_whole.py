@@ -170,8 +170,8 @@ def test_folders_that_are_made_are_durable(tmp_path, monkeypatch):
     assert not found
 
 
-def test_a_save_in_one_file_makes_the_folders_above_it_durable(tmp_path, monkeypatch):
-    """Also those that something else has made: without its run folder, a save is lost with the power."""
+def test_a_checkpoint_in_one_file_makes_the_folders_above_it_durable(tmp_path, monkeypatch):
+    """Also those that something else has made: without its run folder, a checkpoint is lost with the power."""
     from shoestring.checkpoint import Plain
     from shoestring.checkpoint.tiers.plain import Saver
 

@@ -30,7 +30,7 @@ class Fault(NamedTuple):
     declared: dict[str, Any] = {}  # noqa: RUF012  (read only)
 
 
-# What cannot go on bit for bit alone, cannot on other ranks or in company either: those clauses build on it.
+# What cannot resume bit for bit alone, cannot on other ranks or in company either: those clauses build on it.
 ALONE = {"reshards": False, "representative": False}
 
 FAULTS = [

@@ -1,4 +1,4 @@
-"""Two hosts train over a slow link, lose something, go on from the last save, and end where an undisturbed run does."""
+"""Two hosts train over a slow link, lose something, resume from the last checkpoint, and end as an undisturbed run."""
 
 import shutil
 import time
@@ -72,7 +72,7 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
     assert lab_run.losses("struck") == expected
 
 
-def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_on(lab, lab_run, expected):
+def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_continues(lab, lab_run, expected):
     job = lab_run.start(lab, "first", "--run.timeout", "6")
     lab_run.reach(job, "first", STRIKE)
     lab.remove(0)
@@ -87,8 +87,8 @@ def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_goes_
     assert lab_run.losses("first") == expected
 
 
-def test_with_folders_on_the_hosts_own_disks_the_newest_save_is_found(lab, lab_run, expected):
-    """The host that was first has the save; here the other one brings it back."""
+def test_with_folders_on_the_hosts_own_disks_the_newest_checkpoint_is_found(lab, lab_run, expected):
+    """The host that was first has the checkpoint; here the other one brings it back."""
     folder = DISK / "run"
     lab_run.start(lab, "own", "--run.folder", str(folder), "--run.steps", "20").check(120)
     here, there = lab.path(0, folder), lab.path(1, folder)

@@ -26,7 +26,7 @@ def until(done, lab, job):
         time.sleep(0.05)
 
 
-def test_a_preempted_job_saves_its_last_step_and_goes_on_from_the_queue(lab, tmp_path):
+def test_a_preempted_job_saves_its_last_step_and_resumes_from_the_queue(lab, tmp_path):
     lab_run = LabRun.prepare(tmp_path)
     expected = lab_run.local("local", workers=1)
     run, endless = tmp_path / "endless.toml", 10**6

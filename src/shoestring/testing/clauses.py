@@ -56,9 +56,9 @@ def resumes_bitwise(case: Case) -> None:
 
 
 def resumes_on_other_ranks(case: Case) -> None:
-    """A run may go on with another number of ranks."""
+    """A run may continue with another number of ranks."""
     if not case.reshards or len(case.ranks) < 2:
-        raise NotApplicableError("is not declared to go on with another number of ranks")
+        raise NotApplicableError("is not declared to continue with another number of ranks")
     few, many = case.ranks[0], case.ranks[-1]
     for before, after in ((few, many), (many, few)):
         folder = case.fresh()

@@ -106,7 +106,7 @@ def train(
     ragged: bool = False,
     open_end: bool = False,
 ) -> dict[str, Any]:
-    """Train with features, from the start or a save.
+    """Train with features, from the start or a checkpoint.
 
     Args:
         stop: end after this step by `Job.stop`, as a signal does; 0 trains all `steps`.
@@ -159,7 +159,7 @@ def _state(job: Job) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    """Of the content, as it comes back from a save; the bytes of a save differ, for its head is in no order."""
+    """Of the content, as it comes back from a checkpoint; the bytes differ, because its head is in no order."""
     total = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -1,1 +1,1 @@
-"""Saves in the formats of other programs."""
+"""Checkpoints in the formats of other programs."""

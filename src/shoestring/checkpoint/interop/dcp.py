@@ -1,4 +1,4 @@
-"""Saves as torch.distributed.checkpoint (DCP) has them, out and in.
+"""Checkpoints as torch.distributed.checkpoint (DCP) has them, out and in.
 
 Out, torch's own writer does the work: we plan one chunk a piece and give it the pieces as they lie in our files. What
 it writes are pickles (`.metadata`, and each tensor as torch.save has it). In, nothing is unpickled: the pickles are

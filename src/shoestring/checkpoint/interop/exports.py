@@ -1,5 +1,5 @@
-"""Saves read by one process, without ranks: whole tensors from their pieces, for files that other programs read; and
-checkpoints made of what other programs wrote.
+"""Checkpoints read by one process, without ranks: whole tensors from their pieces, for files that other programs read;
+and checkpoints made of what other programs wrote.
 """
 
 from __future__ import annotations

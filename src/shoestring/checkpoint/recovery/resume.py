@@ -76,7 +76,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
             on_disk = [offer for offer in choice.offers if offer.level == DISK]
             if auto and not _ended(on_disk):
                 checkpointer.schedule.failed(choice.worst, _since(checkpointer, wanted))
-            _go_on(checkpointer, choice, others)
+            _continue_from(checkpointer, choice, others)
             checkpointer.on_disk = _whole(choice.checkpoint, on_disk)
             if auto and _ended(choice.offers):  # it may have been killed on the way to the disk, or right after
                 checkpointer.finished = checkpointer.on_disk
@@ -175,7 +175,7 @@ def _whole(checkpoint: CheckpointId, offers: Iterable[Offer]) -> bool:
     return {f"{PRIVATE}-{rank}" for rank in range(checkpoint.ranks)} <= {offer.part for offer in offers}
 
 
-def _go_on(checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId]) -> None:
+def _continue_from(checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId]) -> None:
     forget_peak()  # what was mapped to be read is none of training's
     checkpointer.begin(choice.checkpoint, others)
     if checkpointer.world.local_rank == 0:

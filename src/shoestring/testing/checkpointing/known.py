@@ -26,7 +26,7 @@ from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
 STEPS = 11  # the newest is in own memory only, the one before on peers, and two of the earlier ones on disk
-BETWEEN = 2  # steps between two saves to disk only
+BETWEEN = 2  # steps between two checkpoints to disk only
 PAGE = 4096  # bytes that a disk writes at once
 
 
@@ -173,7 +173,7 @@ def _bits(leaf: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return leaf.dtype, leaf.shape, local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-# -- saves to disk only ------------------------------------------------------------------------------------------------
+# -- checkpoints to disk only ------------------------------------------------------------------------------------------
 
 
 def content(rank: int, step: int) -> dict[str, Any]:

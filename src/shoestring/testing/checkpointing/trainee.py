@@ -71,7 +71,7 @@ class FaultyRun:
 
 
 def kind_of(path: Path) -> str:
-    """What a file is for, without the names and numbers that differ from save to save."""
+    """What a file is for, without the names and numbers that differ from checkpoint to checkpoint."""
     name = path.name
     if name.endswith(".tmp") and ".seal" in name:
         return "new seal"
@@ -310,7 +310,7 @@ def finished(task: FaultyRun) -> RunOutcome:
     """What a task that has ended left.
 
     Raises:
-        AssertionError: a start went on from before what had been said to be safe.
+        AssertionError: a start resumed from before what had been said to be safe.
     """
     ends = [json.loads((task.place / f"end-{rank}.json").read_text()) for rank in range(task.ranks)]
     begun = lines(task.place / "starts-0.jsonl")
@@ -333,7 +333,7 @@ def safe(task: FaultyRun) -> int:
 
 
 def began(task: FaultyRun) -> int | None:
-    """The step that the newest start went on from, as the first rank said; None where it did not come that far."""
+    """The step that the newest start resumed from, as the first rank said; None where it did not come that far."""
     found = [line for line in lines(task.place / "starts-0.jsonl") if line[0] == task.start]
     return found[-1][1] if found else None
 

@@ -149,7 +149,7 @@ class Lab:
             script: the script with its arguments, or `["-m", "package.module", …]`.
             nproc: workers a host.
             max_restarts: how often torchrun may start the workers again.
-            nnodes: "2:4" lets the job go on with fewer hosts; None: all that are named.
+            nnodes: "2:4" lets the job continue with fewer hosts; None: all that are named.
             hosts: the hosts to use; None: all.
             env: added to this process's environment. Where workers are to be restarted, torch needs
                 `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, else new ones may be told the addresses of dead ones

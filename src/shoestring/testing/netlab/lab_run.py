@@ -15,7 +15,7 @@ from shoestring.testing.netlab.hosts import SHARED
 from shoestring.testing.netlab.lab import Lab
 from shoestring.testing.netlab.programs import Program
 
-STEPS, EVERY, STRIKE = 60, 5, 12  # the run's length, its saves, and the step after which something happens to it
+STEPS, EVERY, STRIKE = 60, 5, 12  # the run's length, its checkpoints, and the step after which something happens to it
 PATIENCE = 240.0  # seconds for a run that takes a few, on a machine that is busy
 
 # Notice a lost host within five seconds; wait for a new one for two minutes.
