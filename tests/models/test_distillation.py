@@ -128,4 +128,5 @@ def test_the_loss_of_a_job_is_shared_between_its_own_and_the_teachers():
         own = F.cross_entropy(after, batch["targets"].flatten())
         divergence = oracle(after[kept], before[kept], 2.0, torch.ones(int(kept.sum()))) / kept.sum()
         assert float(job.numbers["distillation"]) == pytest.approx(float(divergence), rel=1e-4)
+        assert float(job.numbers["task_loss"]) == pytest.approx(float(own), rel=1e-5)
         assert second == pytest.approx(float(0.75 * own + 0.25 * divergence), rel=1e-5)

@@ -100,3 +100,14 @@ def test_the_origin_of_a_model_is_what_is_in_its_folder(first, tmp_path):
     plain = build_model(origin["model"], origin["arguments"], origin["offered"])
     save_model(plain, None, tmp_path / "copy", origin)
     assert state(tmp_path / "copy").keys() == state(first).keys()
+
+
+def test_a_loss_that_is_shared_with_a_teacher_is_not_given_in_bits_of_text(first, tmp_path):
+    again = run(tmp_path / "second", str(first), data={"tokenizer": "model"}, sparse={"ast": {"layers": ["*"]}})
+    result = train(again, World())
+    assert {"loss", "task_loss", "distillation", "held_out_bits_per_byte"} <= result.metrics.keys()
+    assert "bits_per_byte" not in result.metrics
+    summary = json.loads((tmp_path / "second" / "summary.json").read_text())
+    assert list(summary["bits_per_byte"]) == ["held out"]
+    assert "Parts of the loss" in [each["title"] for each in summary["shown"]]
+    state(tmp_path / "second")

@@ -128,8 +128,8 @@ def freeze_teacher(job: Job, name: str, source: str = "") -> nn.Module:
 def distil(job: Job, teacher: nn.Module, *, share: float, temperature: float) -> None:
     """Wrap the job's loss, at the seam LOSS: (1 - share) x its own + share x `distillation_loss` of counted tokens.
 
-    Evaluation keeps the task's own loss. The number `distillation` is the divergence in nats a token, of this rank's
-    newest micro-batch.
+    Evaluation keeps the task's own loss. The numbers `task_loss` and `distillation` are both parts in nats a token, of
+    this rank's newest micro-batch.
     """
     inner = job.loss
 
@@ -143,7 +143,7 @@ def distil(job: Job, teacher: nn.Module, *, share: float, temperature: float) ->
             temperature=temperature,
             weights=counted(batch).float(),
         )
-        job.numbers["distillation"] = divergence.detach() / count
+        job.numbers["task_loss"], job.numbers["distillation"] = total.detach() / count, divergence.detach() / count
         return (1 - share) * total + share * divergence, count
 
     job.loss = loss

@@ -57,7 +57,8 @@ def open_meter(
 ) -> Meter:
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
     sinks = job.world.agree(lambda: _sinks(job, run, folder, newest, more) if job.world.first else [])
-    meter = Meter(job, sinks, _flops_per_token(job, run), data.bits(held_out=False))
+    wrapped = job.loss is not job.task_loss  # by a feature at LOSS: its value is not that of the text
+    meter = Meter(job, sinks, _flops_per_token(job, run), 0.0 if wrapped else data.bits(held_out=False))
     newest.unwritten = meter.unwritten
     return meter
 
@@ -256,8 +257,8 @@ def _summary(
     job: Job, run: Run, data: DataSets, seconds: float, meter: Meter, held_out: dict[str, float]
 ) -> dict[str, Any]:
     bits: dict[str, float] = {}
-    if data.corpus is not None and meter.recent:
-        bits["training"] = sum(meter.recent) / len(meter.recent) * data.bits(held_out=False)
+    if meter.nats_to_bits and meter.recent:
+        bits["training"] = sum(meter.recent) / len(meter.recent) * meter.nats_to_bits
     if "held_out_bits_per_byte" in held_out:
         bits["held out"] = held_out["held_out_bits_per_byte"]
     reductions = [(feature, feature.reduction(job.trace)) for feature in job.features]
