@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
-from benchmarks.sparse import contest, primitives
+from benchmarks.sparse import contest, finetuning, primitives
 
 
 def flags() -> argparse.ArgumentParser:
@@ -32,8 +32,15 @@ def command(argv: Sequence[str]) -> int:
     def ask() -> contest.Contest:
         return contest.Contest(known.cache, 60 if known.trial else 600, deadline.check)
 
+    @cache
+    def tuning() -> finetuning.FineTuning:
+        folder = known.cache / "finetuning"
+        if known.trial:
+            return finetuning.FineTuning(folder, 100, finetuning.RATES[1:2], check=deadline.check)
+        return finetuning.FineTuning(folder, check=deadline.check)
+
     def rows() -> list[Bar]:
-        return [*primitives.rows(), *contest.rows(ask)]
+        return [*primitives.rows(), *contest.rows(ask), *finetuning.rows(tuning)]
 
     with tempfile.TemporaryDirectory() as folder:
         return main("sparse", rows, rest, Path(folder) if known.trial else RESULTS)

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.rows import Bar, Measured
+from shoestring.report.sinks import Sink
 
 RECIPE = ROOT / "src" / "shoestring_recipes" / "quickstart" / "run.toml"
 SEEDS, TUNING_SEED = (1, 2, 3, 4, 5), 100
@@ -69,14 +70,7 @@ class Contest:
     def run(self, name: str, tables: Mapping[str, Any], rate: float, seed: int) -> dict[str, Any]:
         """Held-out nats a byte, flip rates and the decay factor of one run; made now if it was not before."""
         path = self.folder / f"{name}-{rate:g}-{seed}-{self.steps}.json"
-        if not path.exists():
-            self.check()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / ".gitignore").write_text("*\n")
-            fresh = path.with_suffix(".fresh")
-            fresh.write_text(json.dumps(trained(tables, rate, seed, self.steps)))
-            fresh.replace(path)
-        return json.loads(path.read_text())
+        return stored(path, self.check, lambda: trained(tables, rate, seed, self.steps))
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -100,23 +94,51 @@ class Contest:
         return "gap to dense, nats a byte, and learning rate: " + "; ".join(said)
 
 
-def trained(tables: Mapping[str, Any], rate: float, seed: int, steps: int) -> dict[str, Any]:
+def stored(path: Path, check: Callable[[], None], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a run gave, as one JSON file; made now if it was not before, and if there is time left."""
+    if not path.exists():
+        check()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / ".gitignore").write_text("*\n")
+        fresh = path.with_suffix(".fresh")
+        fresh.write_text(json.dumps(make()))
+        fresh.replace(path)
+    return json.loads(path.read_text())
+
+
+def recipe(steps: int, *, seed: int, rate: float = 0.0) -> dict[str, Any]:
+    """The quickstart's run file with a number of steps, without what costs time and measures nothing.
+
+    Args:
+        rate: a learning rate other than the recipe's.
+    """
+    document = tomllib.loads(RECIPE.read_text())
+    for key in ("minutes", "evaluate_every", "baselines", "prompts"):
+        document["run"].pop(key)
+    document["run"] |= {"steps": steps, "seed": seed}
+    document["optim"]["adamw"] |= {"lr": rate} if rate else {}
+    document["optim"]["schedule"]["warmup"] = steps // 10
+    document.pop("checkpoint")
+    return document
+
+
+def nats_of(document: dict[str, Any], *sinks: Sink) -> float:
+    """Held-out nats a byte after a run, which leaves no folder."""
     from shoestring.core.world import World
     from shoestring.run import parse
     from shoestring.training.loop import train
 
-    document = tomllib.loads(RECIPE.read_text())
-    for key in ("minutes", "evaluate_every", "baselines", "prompts"):
-        document["run"].pop(key)
-    document["optim"]["adamw"]["lr"] = rate
-    document["optim"]["schedule"]["warmup"] = steps // 10
-    document.pop("checkpoint")
-    flips = Flips()
     logging.getLogger("shoestring").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        document["run"] |= {"steps": steps, "seed": seed, "folder": f"{folder}/run"}
-        result = train(parse(document | ({"sparse": tables} if tables else {}), name="contest"), World(), sinks=[flips])
-    nats = float(result.metrics["held_out_bits_per_byte"]) * math.log(2)
+        document["run"]["folder"] = f"{folder}/run"
+        result = train(parse(document, name="contest"), World(), sinks=sinks)
+    return float(result.metrics["held_out_bits_per_byte"]) * math.log(2)
+
+
+def trained(tables: Mapping[str, Any], rate: float, seed: int, steps: int) -> dict[str, Any]:
+    flips = Flips()
+    document = recipe(steps, seed=seed, rate=rate)
+    nats = nats_of(document | ({"sparse": tables} if tables else {}), flips)
     return {"nats": nats, "flips": flips.rates, "decay": flips.decay}
 
 

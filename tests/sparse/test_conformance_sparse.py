@@ -70,17 +70,10 @@ class TestSTE(FeatureSuite):
     representative = False
 
 
+@pytest.mark.slow
 class TestAST(FeatureSuite):
     """A trained model is fine-tuned, with a teacher, adapters, and inputs that are measured."""
 
-    feature = AST(metric="wanda", refresh=2, decay=1e-3, slorb=8)
-    tolerance = 0.1
-    model = "dense_tiny:trained"
-    representative = False
-
-
-@pytest.mark.slow
-class TestASTBesideOthers(FeatureSuite):
     feature = AST(metric="wanda", refresh=2, decay=1e-3, slorb=8)
     tolerance = 0.1
     model = "dense_tiny:trained"

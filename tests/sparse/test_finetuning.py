@@ -270,6 +270,7 @@ def test_it_says_what_it_does():
 # -- models of transformers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_fine_tuned_in_a_run_and_generates(tmp_path):
     transformers = pytest.importorskip("transformers")
     from shoestring.core.world import World

@@ -9,7 +9,7 @@ import shoestring as ss
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import export_weights
 from shoestring.optim import Clip
-from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE, attach, masks
+from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE, attach, masks
 from shoestring.sparse.mvue import draw_key, mvue
 from shoestring.sparse.product import Product, pack, rounded, shrink, unpack
 from shoestring.sparse.soft import least_squares_scale
@@ -310,7 +310,14 @@ def test_attach_refuses_what_does_not_fit():
 
 @pytest.mark.parametrize(
     "feature",
-    [SSTE(), SSTE(mvue=True), SSTE(fp8=True, mvue=True), STE(), TSRSTE(calibrate=0.5, tail=0.25, refresh=1, mvue=True)],
+    [
+        SSTE(),
+        SSTE(mvue=True),
+        SSTE(fp8=True, mvue=True),
+        STE(),
+        TSRSTE(calibrate=0.5, tail=0.25, refresh=1, mvue=True),
+        AST(metric="wanda", refresh=2, slorb=4, distillation=0.0),
+    ],
     ids=str,
 )
 def test_compiled_without_a_break(feature):
