@@ -109,5 +109,5 @@ def test_a_loss_that_is_shared_with_a_teacher_is_not_given_in_bits_of_text(first
     assert "bits_per_byte" not in result.metrics
     summary = json.loads((tmp_path / "second" / "summary.json").read_text())
     assert list(summary["bits_per_byte"]) == ["held out"]
-    assert "Parts of the loss" in [each["title"] for each in summary["shown"]]
+    assert "Parts of the loss" in [each["title"] for each in summary["report_items"]]
     state(tmp_path / "second")

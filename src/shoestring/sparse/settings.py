@@ -345,7 +345,7 @@ class AST(Masked):
             said += f"; learns from {f'`{self.teacher}`' if self.teacher else 'the model that it starts from'}"
         return said + (f"; SLoRB adds 1/{self.slorb} of the weights of these layers" if self.slorb else "")
 
-    def shown(self, trace: Trace) -> Sequence[Table | Curve]:
+    def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
         parts = {"task_loss": "loss of the task", "distillation": "divergence from the teacher"}
         of_loss = [Curve(title="Parts of the loss", metrics=parts, unit="nats a token")] if self.distillation else []
-        return [*Masked.shown(self, trace), *of_loss]
+        return [*Masked.report_items(self, trace), *of_loss]
