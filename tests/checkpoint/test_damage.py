@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from benchmarks.checkpoint import damage
-from benchmarks.checkpoint.damage import corrupted, places
 from shoestring.checkpoint.format.part import Part
+from shoestring.testing.checkpointing import damage
+from shoestring.testing.checkpointing.damage import corrupted, places
 from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee
 from shoestring.testing.pool import Pool
 

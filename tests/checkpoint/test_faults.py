@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.checkpoint.faults import injected, named
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.testing.checkpointing.disk_faults import injected, named
 from shoestring.testing.checkpointing.known import BETWEEN, STEPS, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening, tmpfs
 from shoestring.testing.pool import Pool

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint import kills
-from benchmarks.checkpoint.hosts import HOSTS, STEPS, Fleet, lose, resumed
+from shoestring.testing.checkpointing import kills
+from shoestring.testing.checkpointing.lost_hosts import HOSTS, STEPS, Fleet, lose, resumed
 from shoestring.testing.checkpointing.trainee import FaultyRun, began, finished, run
 from shoestring.testing.netlab import netlab, netlab_available
 

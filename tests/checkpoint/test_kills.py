@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint import kills
+from shoestring.testing.checkpointing import kills
 from shoestring.testing.checkpointing.trainee import FaultyRun, finished, run
 
 pytestmark = pytest.mark.slow

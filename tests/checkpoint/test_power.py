@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.power import Act, DiskHistory, Model, crashes, recorded, replayed
 from shoestring.testing.checkpointing.known import PAGE
+from shoestring.testing.checkpointing.power_loss import Act, DiskHistory, Model, crashes, recorded, replayed
 
 SAVES, SUBSETS = 3, 8
 

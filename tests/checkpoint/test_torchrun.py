@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.checkpoint.torchrun import run, went_back
+from shoestring.testing.checkpointing.torchrun_kills import run, went_back
 from shoestring.testing.checkpointing.trainee import FaultyRun, finished, fresh, say
 
 

@@ -6,24 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.checkpoint.waste import (
-    HOUR,
-    Failures,
-    FailureSetting,
-    Intervals,
-    Sizes,
-    cache,
-    coarse,
-    compared,
-    drawn,
-    optimum,
-    rows,
-    simulate,
-    two,
-)
+from benchmarks.checkpoint.waste import HOUR, Sizes, cache, compared, rows, two
 from benchmarks.harness import Deadline, OutOfBudget
 from benchmarks.rows import unique
 from shoestring.checkpoint.tiers.interval import Level, waste
+from shoestring.testing.checkpointing.failure_simulation import (
+    Failures,
+    FailureSetting,
+    Intervals,
+    coarse,
+    drawn,
+    optimum,
+    simulate,
+)
 
 TINY = Sizes(events=120, runs=8, final_events=600, final_runs=16, points=3)
 

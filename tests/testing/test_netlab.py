@@ -11,9 +11,17 @@ from functools import partial
 
 import pytest
 
-from benchmarks.netlab import descendants, ends, folder_of, kill, left_after, start_owner, surroundings
 from shoestring.core.errors import ConfigError, WorldError
 from shoestring.testing.netlab import DISK, LOGS, SHARED, cli, lab_folders, netlab, netlab_available
+from shoestring.testing.netlab.leftovers import (
+    descendants,
+    ends,
+    folder_of,
+    kill,
+    left_after,
+    start_owner,
+    surroundings,
+)
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
