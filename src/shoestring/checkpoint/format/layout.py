@@ -58,7 +58,7 @@ class Box:
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """The index of this box in a tensor that holds `outer`."""
-        starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
+        starts = (inner - outside for inner, outside in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
 
     def rows(self, first: int, stop: int) -> Box:
@@ -135,25 +135,25 @@ def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, lis
     The ranks of one host that hold a box cut it into equal stretches, one each, for the host's memory. Of its stretch
     a rank writes to disk as many equal parts as there are hosts with the box, the one at its host's place.
     """
-    found: dict[str, list[Leaf]] = {kind: [] for kind in KINDS}
+    pieces: dict[str, list[Leaf]] = {kind: [] for kind in KINDS}
     for holders, group in itertools.groupby(sorted(leaves, key=lambda leaf: leaf.holders), lambda leaf: leaf.holders):
         same = list(group)
         hosts = sorted({holder // local_size for holder in holders})
         local = [holder for holder in holders if holder // local_size == rank // local_size]
         place, ways = local.index(rank), len(local)
         if len(hosts) == 1:
-            found[PRIVATE] += stretch(same, place, place + 1, ways)
+            pieces[PRIVATE] += stretch(same, place, place + 1, ways)
             continue
         regular = len(holders) == ways * len(hosts)
         count, at = (len(hosts), hosts.index(rank // local_size)) if regular else (1, 0)
         first, stop, parts = place * count, (place + 1) * count, ways * count
         if not (regular or hosts[0] == rank // local_size):
-            found[REST] += stretch(same, first, stop, parts)
+            pieces[REST] += stretch(same, first, stop, parts)
             continue
-        found[REST] += stretch(same, first, first + at, parts) if at else ()
-        found[SHARE] += stretch(same, first + at, first + at + 1, parts)
-        found[REST] += stretch(same, first + at + 1, stop, parts) if first + at + 1 < stop else ()
-    return found
+        pieces[REST] += stretch(same, first, first + at, parts) if at else ()
+        pieces[SHARE] += stretch(same, first + at, first + at + 1, parts)
+        pieces[REST] += stretch(same, first + at + 1, stop, parts) if first + at + 1 < stop else ()
+    return pieces
 
 
 def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterator[Leaf]:
@@ -188,7 +188,7 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
 
 def sources(wanted: Box, offers: Iterable[tuple[Box, object]]) -> list[tuple[Box, object]] | None:
     """(box, offer) pairs that cover `wanted` without overlaps, earlier offers first; None where they do not."""
-    missing, found = [wanted] if wanted.numel else [], []
+    missing, covering = [wanted] if wanted.numel else [], []
     for box, offer in offers:
         rest = []
         for part in missing:
@@ -196,12 +196,12 @@ def sources(wanted: Box, offers: Iterable[tuple[Box, object]]) -> list[tuple[Box
             if shared is None:
                 rest.append(part)
             else:
-                found.append((shared, offer))
+                covering.append((shared, offer))
                 rest.extend(part.without(shared))
         missing = rest
         if not missing:
             break
-    return None if missing else found
+    return None if missing else covering
 
 
 DTYPES: Mapping[str, torch.dtype] = {

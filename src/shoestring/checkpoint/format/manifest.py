@@ -49,9 +49,9 @@ class CheckpointId:
     def claims(self, part: Part) -> None:
         """Raise CheckpointError if a part says of itself that it belongs to another checkpoint."""
         for key, value in self.identity.items():
-            if (said := part.about.get(key, "" if key == "run" else value)) != value:
+            if (stated := part.about.get(key, "" if key == "run" else value)) != value:
                 raise CheckpointError(
-                    f"`{part.name}` belongs to another checkpoint: its {key} is {said!r}, not {value!r}"
+                    f"`{part.name}` belongs to another checkpoint: its {key} is {stated!r}, not {value!r}"
                 )
 
 
@@ -111,38 +111,38 @@ class Record:
         return Part.open(folder / entry.file, entry.nbytes, entry.sums)
 
 
-def _checkpoint(found: Mapping[str, Any]) -> CheckpointId:
-    numbers = [_count(found[name]) for name in ("step", "start", "ranks", "local")]
+def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
+    numbers = [_count(fields[name]) for name in ("step", "start", "ranks", "local")]
     step, start, ranks, local = numbers
     if not 1 <= local <= ranks <= _MOST_RANKS or ranks % local:
         raise ValueError(f"{ranks} ranks, {local} of a host")
-    if not (isinstance(found["uid"], str) and found["uid"].isalnum()):
-        raise ValueError(f"{found['uid']!r} for a start")
-    run = found.get("run", "")
+    if not (isinstance(fields["uid"], str) and fields["uid"].isalnum()):
+        raise ValueError(f"{fields['uid']!r} for a start")
+    run = fields.get("run", "")
     if not (isinstance(run, str) and (not run or run.isalnum())):
         raise ValueError(f"{run!r} for a run")
-    return CheckpointId(step, start, found["uid"], ranks, local, run)
+    return CheckpointId(step, start, fields["uid"], ranks, local, run)
 
 
-def _entry(found: Mapping[str, Any]) -> Entry:
-    file = found["file"]
+def _entry(fields: Mapping[str, Any]) -> Entry:
+    file = fields["file"]
     if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
         raise ValueError(f"{file!r} for a file in its folder")
-    nbytes, sums = _count(found["nbytes"]), tuple(map(_count, _listed(found["sums"])))
+    nbytes, sums = _count(fields["nbytes"]), tuple(map(_count, _listed(fields["sums"])))
     if len(sums) != -(-nbytes // CHUNK):
         raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
     return Entry(file, nbytes, sums)
 
 
-def _notes(found: Any) -> dict[str, Any]:
+def _notes(notes: Any) -> dict[str, Any]:
     """Those that are read are checked: of whom there is parity."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{found!r} for notes")
+    if not isinstance(notes, dict):
+        raise ValueError(f"{notes!r} for notes")
     names = ("ranks", "lengths", "marks")
-    ranks, lengths, marks = (list(map(_count, _listed(found.get(name, [])))) for name in names)
+    ranks, lengths, marks = (list(map(_count, _listed(notes.get(name, [])))) for name in names)
     if not len(ranks) == len(lengths) == len(marks) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
         raise ValueError(f"parity of ranks {ranks} with {len(lengths)} lengths")
-    return found
+    return notes
 
 
 def _listed(value: Any) -> Sequence[Any]:

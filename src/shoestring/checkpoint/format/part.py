@@ -157,9 +157,9 @@ class Part:
         """
         try:
             with open_regular(path, private=slot) as file:
-                found = os.fstat(file.fileno()).st_size
-                if found < nbytes or (found > nbytes and not slot) or len(expected) != -(-nbytes // CHUNK):
-                    raise CheckpointError(f"`{path}` is damaged: {found} bytes in place of {nbytes}")
+                size = os.fstat(file.fileno()).st_size
+                if size < nbytes or (size > nbytes and not slot) or len(expected) != -(-nbytes // CHUNK):
+                    raise CheckpointError(f"`{path}` is damaged: {size} bytes in place of {nbytes}")
                 return cls(str(path), mapped(file, nbytes), expected)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read `{path}`: {error}") from error
@@ -180,10 +180,10 @@ class Part:
             if not 2 <= length <= min(HEADER_LIMIT, len(self.data) - 8):
                 raise ValueError(f"a header of {length} bytes")
             self.verify(0, 8 + length)
-            found = json.loads(self.data[8 : 8 + length].numpy().tobytes(), object_pairs_hook=_no_twins)
-            if not isinstance(found, dict):
+            header = json.loads(self.data[8 : 8 + length].numpy().tobytes(), object_pairs_hook=_no_twins)
+            if not isinstance(header, dict):
                 raise ValueError("its header is no object")
-            return found, 8 + length
+            return header, 8 + length
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"`{self.name}` is no part of a checkpoint, or damaged: {error}") from error
 
@@ -194,12 +194,12 @@ class Part:
 
     def _metadata(self, key: str) -> dict[str, Any]:
         try:
-            found = json.loads(self._header[0]["__metadata__"][key], object_pairs_hook=_no_twins)
+            content = json.loads(self._header[0]["__metadata__"][key], object_pairs_hook=_no_twins)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"`{self.name}` is no part of a checkpoint: it lacks {key}") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise CheckpointError(f"`{self.name}` is no part of a checkpoint: its {key} is no object")
-        return found
+        return content
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -210,14 +210,14 @@ class Part:
         """
         (header, start), boxes = self._header, self._metadata("boxes")
         try:
-            found = [_piece(entry, boxes[name], start) for name, entry in header.items() if name != "__metadata__"]
+            pieces = [_piece(entry, boxes[name], start) for name, entry in header.items() if name != "__metadata__"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"`{self.name}` is no part of a checkpoint, or damaged: {error}") from error
-        found.sort(key=lambda piece: (piece.start, piece.stop))
-        ends = [start, *(piece.stop for piece in found)]
-        if any(piece.start != end for piece, end in zip(found, ends, strict=False)) or ends[-1] != len(self.data):
+        pieces.sort(key=lambda piece: (piece.start, piece.stop))
+        ends = [start, *(piece.stop for piece in pieces)]
+        if any(piece.start != end for piece, end in zip(pieces, ends, strict=False)) or ends[-1] != len(self.data):
             raise CheckpointError(f"`{self.name}` is damaged: its pieces overlap, leave gaps or end elsewhere")
-        return tuple(found)
+        return tuple(pieces)
 
     def read(self, piece: Piece, box: Box | None = None) -> Tensor:
         """A box of a piece's tensor, verified; a view of the part's bytes."""
@@ -247,10 +247,10 @@ def _piece(entry: Mapping[str, Any], place: Sequence[Any], start: int) -> Piece:
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a name twice in its header")
-    return found
+    return mapping
 
 
 def mapped(file: BinaryIO, nbytes: int, *, writable: bool = False) -> Tensor:

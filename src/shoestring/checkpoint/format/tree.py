@@ -42,8 +42,8 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     try:
         return _encode(value, path, leaves)
     except RecursionError:
-        said = f"cannot save `{path.lstrip('/')}`: it is nested too deeply, or holds itself"
-        raise CheckpointError(said) from None
+        message = f"cannot save `{path.lstrip('/')}`: it is nested too deeply, or holds itself"
+        raise CheckpointError(message) from None
 
 
 def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:

@@ -177,16 +177,16 @@ Place = tuple[str, int, int]  # file, offset and bytes in it
 
 
 def _key(index: Any) -> Key:
-    found = _state(index, f"{_OF_DCP}MetadataIndex")
-    offset = found.get("offset")  # where there is none, it is left to the class
-    return found["fqn"], None if offset is None else _size(offset)
+    fields = _state(index, f"{_OF_DCP}MetadataIndex")
+    offset = fields.get("offset")  # where there is none, it is left to the class
+    return fields["fqn"], None if offset is None else _size(offset)
 
 
 def _place(info: Any) -> Place:
-    found = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
-    if found.get("transform_descriptors"):
+    fields = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+    if fields.get("transform_descriptors"):
         raise ValueError("compressed or encrypted files")
-    name, (offset, length) = found["relative_path"], _numbers((found["offset"], found["length"]))
+    name, (offset, length) = fields["relative_path"], _numbers((fields["offset"], fields["length"]))
     if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"{repr(name)} for a file in its folder")
     return name, offset, length
@@ -198,19 +198,19 @@ def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], bud
         file, offset, length = places[name, None]
         with _archive(folder / file, offset, length) as (_, archive):
             return plain(inert(_pickle(archive), name), name, budget)
-    found = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
-    dtype, *_ = _state(found["properties"], f"{_OF_DCP}TensorProperties")
+    fields = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
+    dtype, *_ = _state(fields["properties"], f"{_OF_DCP}TensorProperties")
     if not isinstance(dtype, Name) or dtype.name not in _DTYPES:
         raise ValueError(f"`{name}` has the type {dtype}")
     chunks = []
-    if len(found["chunks"]) > _CHUNKS:
-        raise ValueError(f"`{name}` has {len(found['chunks']):,} chunks")
-    for each in found["chunks"]:
-        chunk = _state(each, f"{_OF_DCP}ChunkStorageMetadata")
+    if len(fields["chunks"]) > _CHUNKS:
+        raise ValueError(f"`{name}` has {len(fields['chunks']):,} chunks")
+    for record in fields["chunks"]:
+        chunk = _state(record, f"{_OF_DCP}ChunkStorageMetadata")
         box = Box(_size(chunk["offsets"]), _size(chunk["sizes"]))
         chunks.append((box, lambda part, box=box: _chunk(folder, places[name, box.offset], box, _DTYPES[dtype.name])))
     pieces = tuple((box, lambda part, box=box, load=load: load(part)[part.inside(box)]) for box, load in chunks)
-    return Stored(name, _DTYPES[dtype.name], _size(found["size"]), pieces).read()
+    return Stored(name, _DTYPES[dtype.name], _size(fields["size"]), pieces).read()
 
 
 def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
@@ -256,10 +256,10 @@ def _archive(path: Path, offset: int, length: int) -> Iterator[tuple[_Window, zi
 
 def _pickle(archive: zipfile.ZipFile) -> bytes:
     """The pickle in what torch.save wrote, where its numbers are in this machine's order of bytes."""
-    found = {PurePath(each.filename).name: each for each in archive.infolist()}
-    if "byteorder" in found and _stored(archive, found["byteorder"]) != b"little":
+    members = {PurePath(info.filename).name: info for info in archive.infolist()}
+    if "byteorder" in members and _stored(archive, members["byteorder"]) != b"little":
         raise ValueError("numbers in the other order of bytes")
-    return _stored(archive, found["data.pkl"])
+    return _stored(archive, members["data.pkl"])
 
 
 def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:

@@ -68,11 +68,11 @@ class Stored:
         Raises:
             CheckpointError: they are not all there.
         """
-        found = sources(self.whole, self.pieces)
-        if found is None:
+        covering = sources(self.whole, self.pieces)
+        if covering is None:
             raise CheckpointError(f"`{self.name}` is incomplete", hint="the rest is on the disks of other hosts")
         empty = partial(torch.empty, self.shape, dtype=self.dtype)
-        return [(box, partial(read, box)) for box, read in found] or [(self.whole, empty)]  # type: ignore[arg-type]
+        return [(box, partial(read, box)) for box, read in covering] or [(self.whole, empty)]  # type: ignore[arg-type]
 
     def read(self) -> Tensor:
         """All of it: a view of the checkpoint's file where it is one piece there, else a copy.
@@ -224,7 +224,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there are none, one is damaged, or two hold the same name.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             open_regular(path).close()
@@ -232,12 +232,12 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
                 more = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read `{path}`: {error}") from error
-        if twice := more.keys() & found.keys():
+        if twice := more.keys() & tensors.keys():
             raise CheckpointError(f"`{folder}` holds `{min(twice)}` in two files")
-        found |= more
-    if not found:
+        tensors |= more
+    if not tensors:
         raise CheckpointError(f"`{folder}` holds no .safetensors file")
-    return found
+    return tensors
 
 
 # -- a checkpoint from outside ----------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ class Attempts:
 
     def look(self) -> None:
         """Find what any rank knows: the most of each. An attempt that ended for no reason of its own is not counted."""
-        found = _read(self.folder) if self.folder and self.host is not None else ({}, [], False)
-        told = self.group.all_gather(found)
-        for counts, _, _ in told:
+        here = _read(self.folder) if self.folder and self.host is not None else ({}, [], False)
+        gathered = self.group.all_gather(here)
+        for counts, _, _ in gathered:
             self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in counts.items()}
-        under_way = {name for _, names, _ in told for name in names} & self.counts.keys()
-        if under_way and not any(caused for _, _, caused in told):
+        under_way = {name for _, names, _ in gathered for name in names} & self.counts.keys()
+        if under_way and not any(caused for _, _, caused in gathered):
             self.counts |= {name: self.counts[name] - 1 for name in under_way}
         if under_way:
             self._write(self.counts)
@@ -141,9 +141,9 @@ def _read(folder: Path) -> tuple[dict[str, int], list[str], bool]:
             if path.name.startswith(CRASH):
                 caused = caused or path.stat().st_size > 0
             elif path.name.startswith(UNDER_WAY):
-                found = json.loads(read_regular(path, LIMIT))
-                under_way.append(str(found["name"]))
-                caused = caused or kills_for_memory() > int(found["kills"])
+                mark = json.loads(read_regular(path, LIMIT))
+                under_way.append(str(mark["name"]))
+                caused = caused or kills_for_memory() > int(mark["kills"])
             else:
                 for name, count in json.loads(read_regular(path, LIMIT)).items():
                     counts[name] = max(int(count), counts.get(name, 0))

@@ -82,7 +82,7 @@ class Reader:
     abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
     _plan: dict[str, list[Read]] = field(default_factory=dict)
     _asked: list[dict[str, list[Any]]] = field(default_factory=list)
-    _told: list[Any] = field(default_factory=list)
+    _headers: list[Any] = field(default_factory=list)
 
     @property
     def host(self) -> int:
@@ -90,7 +90,7 @@ class Reader:
 
     def open(self) -> set[tuple[int, str]]:
         """Read the headers on the hosts that have them, and tell them to all; the damaged ones."""
-        damaged, told = [], []
+        damaged, headers = [], []
         for index, offer in enumerate(self.offers):
             if offer.host != self.host or offer.part.startswith(peer_copies.PARITY):
                 continue
@@ -99,23 +99,23 @@ class Reader:
                 if self._server(index) == self.world.rank:
                     part.verify(0, 8)
                     offer.checkpoint.claims(part)
-                    told.append([index, part.about, [_described(piece) for piece in part.pieces]])
+                    headers.append([index, part.about, [_described(piece) for piece in part.pieces]])
             except CheckpointError as error:
                 log.warning("%s", error)
                 damaged.append(list(offer.key))
         if any(bad := self.group.all_gather(damaged)):
             return {(host, path) for each in bad for host, path in each}
-        self._told = [each for listed in self.group.all_gather(told) for each in listed]
+        self._headers = [each for listed in self.group.all_gather(headers) for each in listed]
         return set()
 
     def sort(self) -> None:
-        """Sort the pieces that were told of by their tensors.
+        """Sort the pieces in the headers by their tensors.
 
         Raises:
             CheckpointError: on all ranks: two of them are of different tensors under one name.
         """
         of: dict[str, int] = {}
-        for index, about, pieces in sorted(self._told, key=lambda each: self._distance(each[0])):
+        for index, about, pieces in sorted(self._headers, key=lambda each: self._distance(each[0])):
             self.abouts.setdefault(self.offers[index].part, about)
             for number, (tensor, shape, offset, extent, dtype) in enumerate(pieces):
                 kind = getattr(torch, dtype), tuple(shape)
@@ -143,11 +143,11 @@ class Reader:
         Raises:
             CheckpointError: it is not all there.
         """
-        found = sources(box, self.pieces.get(tensor, []))
-        if found is None or tensor not in self.kinds:
+        covering = sources(box, self.pieces.get(tensor, []))
+        if covering is None or tensor not in self.kinds:
             raise CheckpointError(f"`{tensor}` is incomplete")
         reads = []
-        for part, (index, piece) in found:  # pyright: ignore[reportGeneralTypeIssues]
+        for part, (index, piece) in covering:  # pyright: ignore[reportGeneralTypeIssues]
             near = self.offers[index].host == self.host
             reads.append(Read(tensor, index, piece, part, self.world.rank if near else self._server(index)))
         return reads
@@ -227,12 +227,12 @@ class Wanted:
         self._reads: dict[str, list[list[Read]]] = {}  # by name, of each of its tensors
         self._placed: dict[str, DTensor] = {}
         """By tensor, or by what its path begins with: what it is placed like on this rank."""
-        for name, each in self.kept.items():
-            found: dict[str, Tensor] = {}
-            encode(each.state.state_dict(), root(name), found)
-            for path, tensor in (*found.items(), *_moments(root(name), each.state)):
+        for name, kept in self.kept.items():
+            tensors: dict[str, Tensor] = {}
+            encode(kept.state.state_dict(), root(name), tensors)
+            for path, tensor in (*tensors.items(), *_moments(root(name), kept.state)):
                 if isinstance(tensor, DTensor):
-                    key = f"{home(tensor, self.world.rank)}:{path}" if each.across == "own" else path
+                    key = f"{home(tensor, self.world.rank)}:{path}" if kept.across == "own" else path
                     self._placed[key] = tensor
         self._trees = {rank: self._about(rank) for rank in range(self.checkpoint.ranks)}
 

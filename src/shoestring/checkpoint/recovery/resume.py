@@ -156,18 +156,18 @@ def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_fi
         CheckpointError: there are only others, which nothing may be begun beside unasked.
     """
     if known is None:
-        found = [offer for offer in offers if offer.level == DISK]
-        if offers and not found:
+        usable = [offer for offer in offers if offer.level == DISK]
+        if offers and not usable:
             log.warning("`%s` does not say of which run it is: what is left in memory is not resumed", disk)
-        return found
-    found = [offer for offer in offers if known.holds(offer.checkpoint)]
+        return usable
+    usable = [offer for offer in offers if known.holds(offer.checkpoint)]
     others = [offer.checkpoint.step for offer in offers if offer.level == DISK]
-    if others and not found and not in_one_file:
+    if others and not usable and not in_one_file:
         raise CheckpointError(
             f"`{disk}` holds no checkpoint of the newest start, though others up to step {max(others)}",
             hint="name the folder of one to resume it, or choose another folder",
         )
-    return found
+    return usable
 
 
 def _whole(checkpoint: CheckpointId, offers: Iterable[Offer]) -> bool:

@@ -63,7 +63,7 @@ class Recovery:
     reason: str = ""
     """Why the last attempt failed."""
     unseen: str = ""
-    """Why some rank could not look for offers; the same on all once they are told."""
+    """Why some rank could not look for offers; the same on all ranks once it is gathered."""
 
     @property
     def host(self) -> int:
@@ -73,22 +73,22 @@ class Recovery:
 
     def offers(self, memory: Path | None, disk: Path | None) -> list[Offer]:
         """What all hosts have; the first rank of each looks."""
-        mine: list[Any] = []
+        seen: list[Any] = []
         if self.world.local_rank == 0:
-            mine += self._seen(MEMORY, memory, lambda root: ((path.parent, each) for path, each in seals_under(root)))
-            mine += self._seen(DISK, disk, manifests)
-        every = self.group.all_gather([mine, self.unseen])
-        self.unseen = next((unseen for _, unseen in every if unseen), "")
-        found = []
-        for rank, (told, _) in enumerate(every):
-            for level, folder, text in told:
+            seen += self._seen(MEMORY, memory, lambda root: ((path.parent, each) for path, each in seals_under(root)))
+            seen += self._seen(DISK, disk, manifests)
+        gathered = self.group.all_gather([seen, self.unseen])
+        self.unseen = next((unseen for _, unseen in gathered if unseen), "")
+        offers = []
+        for rank, (listed, _) in enumerate(gathered):
+            for level, folder, text in listed:
                 record = Record.loads(text.encode(), folder)
                 notes = tuple(record.notes.items())
                 for name, entry in record.parts.items():
                     path = str(Path(folder) / entry.file)
                     host = rank // self.world.local_size
-                    found.append(Offer(record.checkpoint, host, level, path, name, entry, notes))
-        return found
+                    offers.append(Offer(record.checkpoint, host, level, path, name, entry, notes))
+        return offers
 
     def _seen(self, level: str, root: Path | None, look: Callable[[Path], Iterable[tuple[Path, Record]]]) -> list[Any]:
         """[level, folder, record] of what is found below `root`; nothing where that fails, as if it were damaged."""
@@ -117,14 +117,14 @@ class Recovery:
             of.setdefault(offer.part, []).append(offer)
             for rank in dict(offer.notes).get("ranks", ()):
                 sets.setdefault(rank, []).append(offer)
-        found = []
+        rebuilds = []
         for rank in range(ranks):
             if f"{PRIVATE}-{rank}" not in of:
                 how = self._rebuild(of, sets.get(rank, ()), rank)
                 if how is None:
                     return None
-                found.append(how)
-        return found
+                rebuilds.append(how)
+        return rebuilds
 
     def _rebuild(
         self, by_part: Mapping[str, list[Offer]], sets: Iterable[Offer], lost: int

@@ -20,7 +20,7 @@ from pathlib import Path
 from shoestring.checkpoint.format.history import HISTORY, History
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.tiers.disk import Disk
-from shoestring.checkpoint.tiers.file_acts import Lock, said, tried
+from shoestring.checkpoint.tiers.file_acts import Lock, system_error, tried
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import check_private
 from shoestring.core.errors import CheckpointError, ShoestringError
@@ -65,10 +65,10 @@ class Claim:
         """
         self._token = self._token or str(group.all_gather(secrets.token_hex(8))[0])
         self._lock_folder(group)
-        found = None
+        others = None
         if self.world.local_rank == 0:
-            found = tried(self._take_memory)
-        _agreed(group, found)
+            others = tried(self._take_memory)
+        _agreed(group, others)
         if self._presence is None or not self._presence.stands:  # each process for itself, once those before are gone
             with suppress(OSError, ShoestringError):
                 check_private(self.memory, 2)
@@ -114,7 +114,7 @@ class Claim:
         except BlockingIOError as error:
             return _held(self.disk.folder, error)
         except OSError as error:
-            return said(error)
+            return system_error(error)
         return None
 
     def _take_memory(self) -> list[str] | None:
@@ -132,9 +132,9 @@ class Claim:
         starts = [each.start for each in others]
         starts += [self.known.epoch.start] if self.known else []
         uid = secrets.token_hex(4)
-        mine = History.following(self.known, restored, others, max(starts, default=-1) + 1, uid)
+        history = History.following(self.known, restored, others, max(starts, default=-1) + 1, uid)
         self.history = History.loads(
-            str(group.all_gather(mine.dumps().decode())[0]).encode(), "what the first rank told"
+            str(group.all_gather(history.dumps().decode())[0]).encode(), "what the first rank sent"
         )
         self.disk.run, self.disk.guard = self.history.run, self.guard
         self.record(group)
@@ -158,12 +158,12 @@ class Claim:
         if not self.commits or self.history is None:
             return
         try:
-            found = History.read(self.disk.folder)
+            current = History.read(self.disk.folder)
         except CheckpointError:  # damaged
-            found = None
-        if found is not None and found.epoch == self.history.epoch and found.run == self.history.run:
+            current = None
+        if current is not None and current.epoch == self.history.epoch and current.run == self.history.run:
             return
-        if found is None and not isinstance(held := self._grab(), list):
+        if current is None and not isinstance(held := self._grab(), list):
             if held:
                 raise OSError(errno.EIO, held, str(self.disk.folder))
             self._write()
@@ -185,16 +185,18 @@ class Claim:
 
 def newest(group: RankGroup, folder: Path | None) -> History | None:
     """The history that most hosts have, the newest of those; for a folder of this host, if this rank looks for it."""
-    mine = None
+    own = None
     if folder is not None:
         try:
-            mine = History.read(folder)
+            own = History.read(folder)
         except CheckpointError as error:
             log.debug("%s", error)
-    told = [str(each) for each in group.all_gather(mine.dumps().decode() if mine else None) if each]
-    found = [History.loads(each.encode(), "what a rank told") for each in told]
-    runs = [each.run for each in found]
-    return max(found, key=lambda each: (runs.count(each.run), each.epoch.start, each.epoch.uid), default=None)
+    gathered = [str(text) for text in group.all_gather(own.dumps().decode() if own else None) if text]
+    histories = [History.loads(text.encode(), "what a rank sent") for text in gathered]
+    runs = [history.run for history in histories]
+    return max(
+        histories, key=lambda history: (runs.count(history.run), history.epoch.start, history.epoch.uid), default=None
+    )
 
 
 def _held(folder: Path, error: BlockingIOError) -> list[str]:
@@ -202,10 +204,10 @@ def _held(folder: Path, error: BlockingIOError) -> list[str]:
     return [f"`{folder}` is in use by {process}", "another start of this run still lives: end it, or wait for its end"]
 
 
-def _agreed(group: RankGroup, found: object) -> list[object]:
+def _agreed(group: RankGroup, value: object) -> list[object]:
     """What every rank found; raised on all of them as an error if it is a list on one."""
-    told = group.all_gather(found)
-    for each in told:
-        if isinstance(each, list):
-            raise CheckpointError(each[0], hint=each[1])
-    return told
+    gathered = group.all_gather(value)
+    for answer in gathered:
+        if isinstance(answer, list):
+            raise CheckpointError(answer[0], hint=answer[1])
+    return gathered

@@ -146,14 +146,14 @@ class Disk:
 
 def manifests(folder: Path) -> list[tuple[Path, Record]]:
     """The committed checkpoints in a folder, newest first; those whose manifest is damaged are passed over."""
-    found = []
+    records = []
     for path in folder.glob("step-*"):
         if (path / MANIFEST).is_file():
             try:
-                found.append((path, Record.read(path / MANIFEST)))
+                records.append((path, Record.read(path / MANIFEST)))
             except CheckpointError as error:
                 log.warning("skipping %s", error)
-    return sorted(found, key=lambda pair: pair[1].checkpoint, reverse=True)
+    return sorted(records, key=lambda pair: pair[1].checkpoint, reverse=True)
 
 
 def checked(folder: Path, record: Record) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Files:
         it keeps out processes of this host only, and where there are no locks at all, nobody.
 
         Args:
-            wait: seconds to wait for it; `WAIT` where nothing is said.
+            wait: seconds to wait for it; defaults to `WAIT`.
 
         Raises:
             BlockingIOError: another process holds it, and still does after `wait` seconds; it says which.
@@ -231,10 +231,10 @@ def tried(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except OSError as error:
-        return said(error)
+        return system_error(error)
 
 
-def said(error: OSError) -> str:
+def system_error(error: OSError) -> str:
     """An error of the system in words, with the path."""
     where = f" `{error.filename}`" if error.filename else ""
     return f"{error.strerror or error}{where}"

@@ -159,15 +159,15 @@ def _check(levels: Sequence[Level], step_seconds: float) -> None:
 
 def _used(levels: Sequence[Level], names: Collection[str]) -> list[Level]:
     """The levels named, each with the failures of those right below it that are not, and the cost of those it needs."""
-    found, rate, cost = [], 0.0, 0.0
+    used, rate, cost = [], 0.0, 0.0
     for level in levels:
         rate += level.rate
         if level.name in names:
-            found.append(replace(level, rate=rate, cost=level.cost + cost))
+            used.append(replace(level, rate=rate, cost=level.cost + cost))
             rate = cost = 0.0
         elif level.through:
             cost += level.cost
-    return found
+    return used
 
 
 def _nests(levels: Sequence[Level], step_seconds: float, unit: int, below: float) -> Iterator[tuple[float, list[int]]]:

@@ -197,7 +197,7 @@ class Keeper:
         self.standing.lacks(DISK, reason)
         self.schedule.took(DISK, time.perf_counter() - began)
 
-    def _commit(self, record: Record, told: list[Mapping[str, Any]]) -> str:
+    def _commit(self, record: Record, parts_of_ranks: list[Mapping[str, Any]]) -> str:
         """Why it could not be committed, on all ranks."""
         ranks = range(self.world.size)
         if not self.claim.shared:
@@ -205,9 +205,9 @@ class Keeper:
             ranks = range(host * self.world.local_size, (host + 1) * self.world.local_size)
         reason = ""
         if self.claim.commits:
-            parts = {name: Entry(**entry) for rank in ranks for name, entry in told[rank].items()}
-            found = tried(lambda: self.disk.commit(Record(record.checkpoint, parts, record.notes)))
-            reason = found if isinstance(found, str) else ""
+            parts = {name: Entry(**entry) for rank in ranks for name, entry in parts_of_ranks[rank].items()}
+            committed = tried(lambda: self.disk.commit(Record(record.checkpoint, parts, record.notes)))
+            reason = committed if isinstance(committed, str) else ""
         reason = self._any(reason)
         if self.claim.commits and not reason:
             tried(lambda: self._retire(record.checkpoint))

@@ -52,9 +52,9 @@ def copy(group: RankGroup, local: int, part: Tensor, slot: Slot, checkpoint: Che
     slot.begin()
     room = slot.room(f"{PRIVATE}-{source}", lengths[source])
     group.exchange([(target, part)], [(source, room)])
-    told = group.all_gather([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
-    for holder, (_, of, found) in enumerate(told):
-        if found != told[of][0]:
+    marks = group.all_gather([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
+    for holder, (_, of, mark) in enumerate(marks):
+        if mark != marks[of][0]:
             raise ConnectionError(f"rank {holder} holds another copy of rank {of}'s state than was sent")
     return slot.seal(checkpoint)
 
@@ -89,10 +89,10 @@ class ParitySet:
 
 def parity_set(group: RankGroup, local: int, size: int, part: Tensor) -> ParitySet:
     """The set of this rank: one rank of each host in it; a collective."""
-    told = group.all_gather([len(part), _mark(part)])
-    hosts = next(each for each in sets(group.size // local, size) if group.rank // local in each)
+    marks = group.all_gather([len(part), _mark(part)])
+    hosts = next(members for members in sets(group.size // local, size) if group.rank // local in members)
     ranks = tuple(host * local + group.rank % local for host in hosts)
-    return ParitySet(ranks, *zip(*(told[rank] for rank in ranks), strict=True))
+    return ParitySet(ranks, *zip(*(marks[rank] for rank in ranks), strict=True))
 
 
 def encode(group: RankGroup, of: ParitySet, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
@@ -166,11 +166,11 @@ def rebuild(
     piece that is ready goes to the builder beside the exchange of the next one.
     """
     others = [rank for rank in how.of.ranks if rank != how.lost]
-    mine = [rank for rank in others if how.holders[rank] == group.rank]
+    held = [rank for rank in others if how.holders[rank] == group.rank]
     builds = group.rank == how.builder
-    ready = {keeper: parities[keeper][:0] for keeper in mine}  # of the stride before
+    ready = {keeper: parities[keeper][:0] for keeper in held}  # of the stride before
     for start in range(0, how.of.segment + _STRIDE, _STRIDE):
-        pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in mine}
+        pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in held}
         sends, receives, arriving = [], [], []
         for keeper in others:
             for other in others:
@@ -180,13 +180,13 @@ def rebuild(
                 width = max(0, min(high - low - start, _STRIDE))
                 if how.holders[other] == group.rank:
                     sends.append((how.holders[keeper], parts[other][low + start : low + start + width]))
-                if keeper in mine:
+                if keeper in held:
                     buffer = torch.empty(width, dtype=torch.uint8)
                     receives.append((how.holders[other], buffer))
                     arriving.append((buffer, pieces[keeper][:width]))
             low, high = how.of.span(how.lost, keeper)
             first, stop = (min(at, high - low) for at in (max(0, start - _STRIDE), start))
-            if keeper in mine:
+            if keeper in held:
                 sends.append((how.builder, ready[keeper][: stop - first]))
             if builds:
                 receives.append((how.holders[keeper], into[low + first : low + stop]))

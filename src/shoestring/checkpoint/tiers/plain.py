@@ -73,22 +73,22 @@ class Saver:
     def _gather(self) -> bytes:
         """The file's content on the first rank; other ranks contribute shards, their own state and their buffers."""
         world, shared = self.job.world, {}
-        mine: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
-        for name, each in self.job.kept.items():
-            state = each.state.state_dict()
-            if each.across == "own":
-                mine["own"][name] = state
+        own_part: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
+        for name, kept in self.job.kept.items():
+            state = kept.state.state_dict()
+            if kept.across == "own":
+                own_part["own"][name] = state
                 continue
-            if each.across == "shard" or world.first:
+            if kept.across == "shard" or world.first:
                 shared[name] = state
-            if found := {key: state[key] for key in buffer_names(each.state) if isinstance(state.get(key), Tensor)}:
-                mine["buffers"][name] = found
-        told = [unpack(one) for one in world.gather(pack(mine))]
+            if buffers := {key: state[key] for key in buffer_names(kept.state) if isinstance(state.get(key), Tensor)}:
+                own_part["buffers"][name] = buffers
+        gathered = [unpack(one) for one in world.gather(pack(own_part))]
         head = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
-        apart = [_other_than(told[0]["buffers"], each["buffers"]) for each in told]
+        apart = [_other_than(gathered[0]["buffers"], part["buffers"]) for part in gathered]
         if any(apart):
             head["buffers"] = apart
-        return pack({**head, "shared": shared, "own": [each["own"] for each in told] if mine["own"] else []})
+        return pack({**head, "shared": shared, "own": [part["own"] for part in gathered] if own_part["own"] else []})
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
@@ -162,8 +162,8 @@ class Restorer:
         """The rank whose host has the newest checkpoint: it is not the first one's where folders are on the hosts' own
         disks and the hosts came back in another order."""
         world = self.world
-        mine = continued(self.folder)[:1] if world.local_rank == 0 else []
-        newest = world.gather("".join(path.name for path in mine).encode())
+        newest_here = continued(self.folder)[:1] if world.local_rank == 0 else []
+        newest = world.gather("".join(path.name for path in newest_here).encode())
         return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
@@ -206,8 +206,8 @@ class Restorer:
         kept, world = self.kept[name], self.world
         if name in content["shared"]:
             apart = content.get("buffers", [])
-            mine = apart[world.rank].get(name, {}) if len(apart) == world.size else {}
-            return {**content["shared"][name], **mine}
+            buffers = apart[world.rank].get(name, {}) if len(apart) == world.size else {}
+            return {**content["shared"][name], **buffers}
         states = [own[name] for own in content["own"] if name in own]
         if states and kept.across != "own":
             return states[0]
@@ -221,8 +221,8 @@ def _other_than(
 ) -> dict[str, dict[str, Tensor]]:
     """The buffers of a rank, by state and name, that are not those of the first rank."""
     differ = {
-        name: {key: value for key, value in mine.items() if not torch.equal(value, first[name][key])}
-        for name, mine in buffers.items()
+        name: {key: value for key, value in of_rank.items() if not torch.equal(value, first[name][key])}
+        for name, of_rank in buffers.items()
     }
     return {name: each for name, each in differ.items() if each}
 
@@ -282,9 +282,9 @@ def _newest(folder: Path) -> float:
 
 
 def _step(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _named(path: Path) -> list[Path]:

@@ -50,7 +50,7 @@ class CheckpointSchedule:
         """Seconds of the newest steps, without and with a checkpoint beside them."""
         self._newest = 0.0
         self._observed = 0
-        self._said: dict[str, int] = {}  # steps between checkpoints, as the user was last told
+        self._announced: dict[str, int] = {}  # steps between checkpoints, as the user was last told
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -81,8 +81,8 @@ class CheckpointSchedule:
 
     def due(self, step: int) -> set[str]:
         """The levels that save after this step; every checkpoint goes through memory."""
-        found = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
-        return found | {MEMORY} if found else found
+        levels = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
+        return levels | {MEMORY} if levels else levels
 
     def postpone(self, levels: set[str]) -> None:
         """Save at these after the next step: now was too early."""
@@ -146,33 +146,36 @@ class CheckpointSchedule:
         measured = self._steps[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
         if not measured or not any(map(self._changed, self.auto)):
             return ""
-        self._said = dict(self.steps)
+        self._announced = dict(self.steps)
         return self.survives()
 
     def _changed(self, level: str) -> bool:
-        steps, said = self.steps[level], self._said.get(level)
-        if said is None:
+        steps, announced = self.steps[level], self._announced.get(level)
+        if announced is None:
             return True
-        return 2 * min(steps, said) <= max(steps, said) and abs(steps - said) * _middle(self._steps[False]) >= _MINUTE
+        return (
+            2 * min(steps, announced) <= max(steps, announced)
+            and abs(steps - announced) * _middle(self._steps[False]) >= _MINUTE
+        )
 
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
-        said = []
+        promises = []
         if self.steps[MEMORY]:
-            said.append(f"a killed process: yes, from memory, {self._often(MEMORY)}")
+            promises.append(f"a killed process: yes, from memory, {self._often(MEMORY)}")
         if self.steps[PEERS]:
             copies = self.settings.peers == "copy"
             how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
-            said.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
+            promises.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
         if self.steps[DISK]:
-            return "; ".join([*said, f"all of it lost: yes, from disk, {self._often(DISK)}"])
-        return "; ".join([*said, "to disk at the end and on a signal"])
+            return "; ".join([*promises, f"all of it lost: yes, from disk, {self._often(DISK)}"])
+        return "; ".join([*promises, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
         """What a failure costs: the steps since a checkpoint, and those beside which that one was still on its way."""
         if level not in self.auto:
             return f"saved every {self.steps[level]} steps"
-        if not self._said:
+        if not self._announced:
             return "saved as often as pays"
         most = self.steps[level] + math.ceil(self._seconds[level] / _middle(self._steps[False]))
         return f"at most {most} step{'s' * (most > 1)} repeated"

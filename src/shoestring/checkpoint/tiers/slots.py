@@ -88,10 +88,10 @@ class Room:
             return True
         path, *file = self.file
         try:
-            found = path.lstat()
+            status = path.lstat()
         except OSError:
             return False
-        return [found.st_dev, found.st_ino] == file
+        return [status.st_dev, status.st_ino] == file
 
 
 @dataclass(eq=False)
@@ -133,9 +133,9 @@ class Slot:
 
         An earlier one may be what the peers have, too, and so all there is when a host is lost before the next
         checkpoint."""
-        found = sealed(self.seal_path)
-        if found is not None and history.holds(found.checkpoint):
-            self.checkpoint = found.checkpoint
+        record = sealed(self.seal_path)
+        if record is not None and history.holds(record.checkpoint):
+            self.checkpoint = record.checkpoint
         else:
             self.begin()
 
@@ -172,10 +172,10 @@ class Slot:
             check_private(path.parent)  # another program may have removed it, and another user made it anew
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
-                found = os.fstat(file.fileno())
-                if found.st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
+                status = os.fstat(file.fileno())
+                if status.st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
                     os.posix_fallocate(file.fileno(), 0, nbytes)
-                return Room(mapped(file, nbytes, writable=True), (path, found.st_dev, found.st_ino))
+                return Room(mapped(file, nbytes, writable=True), (path, status.st_dev, status.st_ino))
         except ShoestringError as error:
             self.lacking = self._no_room = error.parts()[1]
             return Room(torch.empty(nbytes, dtype=torch.uint8))

@@ -118,14 +118,14 @@ class Frame:
         """The parts of content with this outline, by their names."""
         with torch.no_grad():
             data = [each.to_local() if isinstance(each, DTensor) else each for each in content.tensors]
-            found = {}
+            drafts = {}
             for kind, form in self.forms.items():
                 extra = {"trees": content.trees, "homes": self.homes} if kind == PRIVATE else {}
                 header = form.header({**about, **extra}, self._headers[kind])
                 self._headers[kind] = len(header)
                 sources = [data[index] if rows is None else data[index][rows] for index, rows in self._cuts[kind]]
-                found[f"{kind}-{self._rank}"] = Draft(form, header, sources)
-        return found
+                drafts[f"{kind}-{self._rank}"] = Draft(form, header, sources)
+        return drafts
 
 
 def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
@@ -200,11 +200,11 @@ class Stager:
             CheckpointError: something kept cannot be saved.
         """
         with _no_collecting():
-            found = Content(kept)
-            if self._frame is None or self._frame.outline != found.outline:
-                self._frame = Frame(found, self.world)
-            made = self._frame.drafts(found, about)
-            del found  # or it would be among what has survived a collection, which makes the next one thorough
+            content = Content(kept)
+            if self._frame is None or self._frame.outline != content.outline:
+                self._frame = Frame(content, self.world)
+            made = self._frame.drafts(content, about)
+            del content  # or it would be among what has survived a collection, which makes the next one thorough
         return made
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
