@@ -157,6 +157,19 @@ def run_command(command: Sequence[str], *, cwd: Path | None = None, env: Mapping
     return out
 
 
+def gpu_seconds(work: Callable[[], object], calls: int = 1) -> float:
+    """Mean seconds of a call on the GPU, by its own clock."""
+    import torch
+
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(calls):
+        work()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3 / calls
+
+
 def commands_cpu_time() -> float:
     """CPU seconds, user and system, of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

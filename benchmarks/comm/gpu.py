@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from statistics import median
 
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.timing import gpu_seconds
 
 ROUNDS = 5
 
@@ -62,24 +62,12 @@ def fused(_: Deadline) -> Measured:
     threshold = (fresh + e).abs().topk(k).values[-1]
     copying, launching = [], []
     for _round in range(2 * ROUNDS):
-        copying.append(seconds_of(lambda: g.copy_(fresh)))
-        launching.append(seconds_of(lambda: launch_split(WeightedSum(g, e), threshold, 2 * k)))
+        copying.append(gpu_seconds(lambda: g.copy_(fresh)))
+        launching.append(gpu_seconds(lambda: launch_split(WeightedSum(g, e), threshold, 2 * k)))
     copied, seconds = median(copying[ROUNDS:]), median(launching[ROUNDS:])
     moved = 3 * g.nbytes + k * (8 + 4)
     note = f"{1e-9 * moved / seconds:.0f} GB/s, a copy {2e-9 * g.nbytes / copied:.0f}; {k:,} of {n:,} entries are sent"
     return Measured(moved / seconds / (2 * g.nbytes / copied), note)
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Of the device, by its own clock."""
-    import torch
-
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    work()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) / 1e3
 
 
 def smoke(_: Deadline) -> Measured:

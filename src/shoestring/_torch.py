@@ -27,6 +27,11 @@ foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
+# Of 2:4 operands; cuSPARSELt's.
+cslt_compress = torch._cslt_compress  # pyright: ignore[reportPrivateImportUsage]
+cslt_sparse_mm = torch._cslt_sparse_mm  # pyright: ignore[reportPrivateImportUsage]
+cslt_sparse_mm_search = torch._cslt_sparse_mm_search  # pyright: ignore[reportPrivateImportUsage]
+
 # torch 2.13 gave them these names, and warns of those before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

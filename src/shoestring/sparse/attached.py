@@ -29,6 +29,11 @@ class SparseMethod(Protocol):
     dense: bool  # whether layers are dense now
     fp8: bool
 
+    @property
+    def two_four(self) -> bool:
+        """Whether all weights are 2:4 now, which products on sparse units take for granted."""
+        ...
+
     def prepare(self, name: str, weight: Tensor) -> None:
         """Make the state of a layer."""
 
@@ -88,7 +93,8 @@ class SparseLayers:
         weight = self.method.weight(name, layer.weight)
         key = self.key(name) if self.settings.mvue and torch.is_grad_enabled() else None
         groups = -(-(x.numel() // x.shape[-1]) // 4)
-        return product(x, weight, layer.bias, key, self.place * groups, self.method.fp8)
+        along = (1 + self.settings.rows_too) if self.method.two_four else 0
+        return product(x, weight, layer.bias, key, first=self.place * groups, fp8=self.method.fp8, sparse_along=along)
 
     def key(self, name: str) -> Tensor:
         """Another one for every layer and forward pass."""

@@ -46,6 +46,11 @@ class Masks:
         }
         self._mask = kinds[settings.kind]
 
+    @property
+    def two_four(self) -> bool:
+        """Not while the factor is searched for: some rows train dense."""
+        return self.search is None and not self.dense
+
     def prepare(self, name: str, weight: Tensor) -> None:
         size = weight.shape[0], -(-weight.shape[1] // 8)
         self.masks[name] = torch.full(size, ALL, dtype=torch.uint8, device=weight.device)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.sparse.mvue import mvue
+from shoestring.sparse.semi_structured import times, times_transposed, usable
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -73,38 +74,53 @@ def rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """inputs (…, columns), weight (rows, columns) -> (…, rows), in 8 bits or with a weight gradient of draws."""
+    """inputs (…, columns), weight (rows, columns) -> (…, rows): in 8 bits, with a weight gradient of draws, and on the
+    sparse units of a GPU where an operand is 2:4."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool, sparse_along: int
+    ) -> Tensor:
         if fp8:
             x, weight = rounded(x, FORWARD), rounded(weight, FORWARD)
         ctx.save_for_backward(x, weight, *(() if key is None else (key,)))
-        ctx.first, ctx.fp8, ctx.draws = first, fp8, key is not None
-        return F.linear(x, weight)
+        ctx.first, ctx.fp8, ctx.draws, ctx.sparse_along = first, fp8, key is not None, sparse_along
+        return times_transposed(x, weight) if sparse_along else F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, *key = ctx.saved_tensors
         of_weight = grad.flatten(0, -2)
         if ctx.draws:
             of_weight = mvue(of_weight, key[0], first=ctx.first)
         if ctx.fp8:
             grad, of_weight = rounded(grad, BACKWARD), rounded(of_weight, BACKWARD)
-        return grad @ weight, of_weight.t() @ x.flatten(0, -2), None, None, None
+        of_input = times_transposed(grad, weight.t()) if ctx.sparse_along == 2 else grad @ weight
+        times_inputs = times if ctx.draws else torch.mm
+        return of_input, times_inputs(of_weight.t(), x.flatten(0, -2)), None, None, None, None
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor | None, first: int, fp8: bool) -> Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: Tensor | None = None,
+    *,
+    first: int = 0,
+    fp8: bool = False,
+    sparse_along: int = 0,
+) -> Tensor:
     """The output of a linear layer of `weight`.
 
     Args:
         key: of `mvue.draw_key`; None computes the gradient of the weight from the whole gradient of the output.
         first: the number of the first group of four tokens, where other ranks have those before.
+        sparse_along: in how many directions the weight is 2:4: 0, 1 (in its rows) or 2 (in its columns as well).
     """
-    if key is None and not fp8:
-        return F.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    y = Product.apply(x, weight, key, first, fp8)
+    if key is None and not fp8 and not (sparse_along and usable(x, weight)):
+        return F.linear(x, weight, bias)
+    y = Product.apply(x, weight, key, first, fp8, sparse_along)
     return y if bias is None else y + bias

@@ -33,7 +33,7 @@ class Shrunk:
     """See `attached.SparseMethod`."""
 
     def __init__(self, job: Job, settings: SSTE) -> None:
-        self.job, self.fp8, self.dense = job, settings.fp8, False
+        self.job, self.fp8, self.dense, self.two_four = job, settings.fp8, False, True
         self.scales: dict[str, Tensor] = {}
 
     def prepare(self, name: str, weight: Tensor) -> None:
