@@ -351,3 +351,11 @@ def test_the_report_shows_layers_and_curves():
         assert cut.without == 3 * 2 * 16 * 32
         assert cut.used == 3 * 2 * 16 * 32 - 16 * 32 / 2
         assert not cut.measured
+
+
+def test_what_is_explained_stays_the_same_once_it_is_attached():
+    feature = TSRSTE()
+    before = feature.explain(ss.Job(net()))
+    with job(feature) as made:
+        assert feature.explain(made) == before
+    assert "2 linear layers, 100%" in before

@@ -102,6 +102,21 @@ def test_the_origin_of_a_model_is_what_is_in_its_folder(first, tmp_path):
     assert state(tmp_path / "copy").keys() == state(first).keys()
 
 
+@pytest.mark.parametrize("slorb", [0, 4])
+def test_the_checkpoint_of_a_sparse_model_is_exported_as_the_run_does(first, tmp_path, slorb):
+    tables = {"ast": {"layers": ["*"], "slorb": slorb}}
+    train(run(tmp_path / "second", str(first), rate=0.1, data={"tokenizer": "model"}, sparse=tables), World())
+    left = state(tmp_path / "second")
+    assert any(name.endswith("slorb") for name in left) == bool(slorb)
+    gpt = "blocks.0.mlp.down.weight" in left
+    for way in ("hf", "safetensors"):
+        out = tmp_path / f"as-{way}"
+        code = main(["checkpoint", "export", str(tmp_path / "second"), "--to", str(out), "--as", way])
+        assert code == (0 if gpt or slorb or way == "safetensors" else 2)
+        if code == 0 and (way == "hf" or not slorb):
+            assert all(torch.equal(value, state(out)[name]) for name, value in left.items())
+
+
 def test_a_loss_that_is_shared_with_a_teacher_is_not_given_in_bits_of_text(first, tmp_path):
     again = run(tmp_path / "second", str(first), data={"tokenizer": "model"}, sparse={"ast": {"layers": ["*"]}})
     result = train(again, World())

@@ -136,7 +136,7 @@ class _Kept(Mapping[str, Any]):
     content: exports.Saved
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
+        if name not in set(self):  # `name in self` would ask for the item
             raise KeyError(name)
         return tree_map_only(exports.Stored, exports.Stored.read, self.content.state(name))
 

@@ -79,9 +79,14 @@ class Sparsity(Feature):
         install(job, self, seam)
 
     def explain(self, job: Job) -> str:
+        from shoestring.sparse.attached import SparseLayers
         from shoestring.sparse.report import explained
 
-        return explained(self.choose(job), self.products, job.world.device)
+        attached = job.kept[self.name].state if self.name in job.kept else None
+        choice = (
+            attached.choice if isinstance(attached, SparseLayers) else self.choose(job)
+        )  # its layers are patched by now
+        return explained(choice, self.products, job.world.device)
 
     def reduction(self, trace: Trace) -> Reduction | None:
         from shoestring.sparse.report import reduction
