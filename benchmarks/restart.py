@@ -1,4 +1,4 @@
-"""restart: two hosts train, lose a worker, a host or the link, and end with the losses of a run that nothing befell."""
+"""restart: two hosts train, lose a worker, a host or the link, and end with the losses of an undisturbed run."""
 
 from __future__ import annotations
 

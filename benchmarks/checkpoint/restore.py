@@ -130,8 +130,12 @@ class PlainTransfer:
     """Those bytes sent by gloo, all at once, between tensors that were used before."""
 
     def __init__(self, world: World, sends: list[tuple[int, int, int]]) -> None:
-        def rooms(mine: int, other: int) -> list[tuple[int, Tensor]]:
-            return [(each[other], torch.ones(each[2], dtype=torch.uint8)) for each in sends if each[mine] == world.rank]
+        def rooms(own: int, other: int) -> list[tuple[int, Tensor]]:
+            return [
+                (transfer[other], torch.ones(transfer[2], dtype=torch.uint8))
+                for transfer in sends
+                if transfer[own] == world.rank
+            ]
 
         self.outgoing, self.incoming = rooms(0, 1), rooms(1, 0)
 

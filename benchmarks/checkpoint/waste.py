@@ -55,16 +55,16 @@ def one_level(setting: FailureSetting, sizes: Sizes, deadline: Deadline) -> Meas
 
 
 def compared(
-    setting: FailureSetting, mine: Intervals, name: str, other: Intervals, other_name: str, sizes: Sizes
+    setting: FailureSetting, chosen: Intervals, name: str, other: Intervals, other_name: str, sizes: Sizes
 ) -> Measured:
     """One choice's waste over another's, at fresh failures."""
     failures = drawn(setting, sizes.final_events, sizes.final_runs, seed=2)
-    wastes = [choice.waste(setting, failures) for choice in (mine, other)]
+    wastes = [choice.waste(setting, failures) for choice in (chosen, other)]
     ratio = wastes[0].mean() / wastes[1].mean()
     error = (wastes[0] - ratio * wastes[1]).std(ddof=1) / math.sqrt(sizes.final_runs) / wastes[1].mean()
     notes = (
         f"{title}: {100 * waste.mean():.2f}% of all time, at {_told(setting, choice)}"
-        for title, choice, waste in zip((name, other_name), (mine, other), wastes, strict=True)
+        for title, choice, waste in zip((name, other_name), (chosen, other), wastes, strict=True)
     )
     return Measured(float(ratio), f"standard error {error:.1g}; {'; '.join(notes)}")
 

@@ -40,31 +40,31 @@ def added(contest: Contest, rate: str) -> dict[str, float]:
     }
 
 
-def share(ask: Ask, rate: str, mine: Method, theirs: Method, _: Deadline) -> Measured:
+def share(ask: Ask, rate: str, method: Method, other: Method, _: Deadline) -> Measured:
     """What one method adds over what the other adds."""
-    found = added(ask(), rate)
-    note = "; ".join(f"{name} {1e3 * seconds:+.0f} ms" for name, seconds in found.items())
-    return Measured(found[mine.name] / max(found[theirs.name], 1e-3), f"added a step: {note}")
+    seconds_added = added(ask(), rate)
+    note = "; ".join(f"{name} {1e3 * seconds:+.0f} ms" for name, seconds in seconds_added.items())
+    return Measured(seconds_added[method.name] / max(seconds_added[other.name], 1e-3), f"added a step: {note}")
 
 
 def loss(ask: Ask, _: Deadline) -> Measured:
     """Held-out loss of ours minus that of torch's hook after equally many steps, at the same learning rate."""
     contest = ask()
     at, seeds = contest.sizes.steps, contest.sizes.seeds
-    mine = ours("PowerSGD r4", "PowerSGD", rank=RANK, start=2).at(contest.dense.lr)  # the hook starts no earlier
-    theirs = TORCH.at(contest.dense.lr)
-    gaps = [final(contest.curve(mine, seed), at) - final(contest.curve(theirs, seed), at) for seed in seeds]
+    own = ours("PowerSGD r4", "PowerSGD", rank=RANK, start=2).at(contest.dense.lr)  # the hook starts no earlier
+    hook = TORCH.at(contest.dense.lr)
+    gaps = [final(contest.curve(own, seed), at) - final(contest.curve(hook, seed), at) for seed in seeds]
     return Measured(fmean(gaps), "by seed " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
 
 def crashes(ask: Ask, _: Deadline) -> Measured:
     """Launches with several buckets and late completions that do not end."""
     contest = ask()
-    mine = ours("ours, several buckets", "PowerSGD", rank=1, parts=4, channels=2)
-    hook = replace(TORCH.but(rank=1), name="torch's hook, several buckets", bucket_mb=mine.bucket_mb)
-    failed = sum(not ends(contest, mine, trial) for trial in range(LAUNCHES))
-    theirs = "ends" if ends(contest, hook, 0) else "does not end"
-    return Measured(failed, f"of {LAUNCHES}; such a launch of torch's hook, without delays, {theirs}")
+    own = ours("ours, several buckets", "PowerSGD", rank=1, parts=4, channels=2)
+    hook = replace(TORCH.but(rank=1), name="torch's hook, several buckets", bucket_mb=own.bucket_mb)
+    failed = sum(not ends(contest, own, trial) for trial in range(LAUNCHES))
+    outcome = "ends" if ends(contest, hook, 0) else "does not end"
+    return Measured(failed, f"of {LAUNCHES}; such a launch of torch's hook, without delays, {outcome}")
 
 
 def ends(contest: Contest, method: Method, trial: int) -> bool:
@@ -107,8 +107,8 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
         "overlap": (overlap, OURS, AFTER),
     }
     bars += [
-        Bar(f"comm.ablation-{name}", what, "<=", 1.0, measure=partial(share, ask, "100mbit", mine, theirs))
-        for name, (what, mine, theirs) in pairs.items()
+        Bar(f"comm.ablation-{name}", what, "<=", 1.0, measure=partial(share, ask, "100mbit", method, other))
+        for name, (what, method, other) in pairs.items()
     ]
     what = f"held-out loss of PowerSGD of rank {RANK} minus the hook's after equally many steps, nats a token"
     bars.append(Bar("comm.powersgd-loss", what, "<=", 0.01, measure=partial(loss, ask), baseline=hook, seeds=seeds))

@@ -45,10 +45,10 @@ def ahead(ask: Ask, rate: str, _: Deadline) -> Measured:
     return Measured(best.value / peers[0].value, f"{best.method.name} {best.value:.3f}; peers: {others}")
 
 
-def whole(ask: Ask, theirs: bool, _: Deadline) -> Measured:
+def whole(ask: Ask, by_peer: bool, _: Deadline) -> Measured:
     """How far a run's seconds to the target are off steps times seconds a step; all of it on slow links."""
     contest = ask()
-    if theirs:
+    if by_peer:
         figure = contest.peers(WHOLE_RATE)[0]
     else:
         figure = max((contest.best(family, WHOLE_RATE) for family in (PER_STEP, LOCAL)), key=lambda each: each.value)
@@ -107,9 +107,9 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
                 peers=("torch", "powersgd"),
             )
         )
-    for name, theirs in (("ours", False), ("peer", True)):
+    for name, by_peer in (("ours", False), ("peer", True)):
         what = (
-            f"a whole run of {'the best peer' if theirs else 'ours'} at 100 Mbit/s: seconds off the computed, in parts"
+            f"a whole run of {'the best peer' if by_peer else 'ours'} at 100 Mbit/s: seconds off the computed, in parts"
         )
-        bars.append(Bar(f"comm.whole-{name}", what, "<=", 0.05, measure=partial(whole, ask, theirs), seeds=seeds[:1]))
+        bars.append(Bar(f"comm.whole-{name}", what, "<=", 0.05, measure=partial(whole, ask, by_peer), seeds=seeds[:1]))
     return bars

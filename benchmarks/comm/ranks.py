@@ -22,16 +22,16 @@ from shoestring.models.gpt import tiny
 from shoestring.testing.scenarios import decode
 
 VOCABULARY, SEQUENCE = 64, 16
-OWED = ("residual", "unsent", "velocity")  # kinds of state that the model has yet to be given
+UNSENT = ("residual", "unsent", "velocity")  # kinds of state that the model has yet to be given
 
 
 def equal(model: nn.Module) -> bool:
     """Whether all ranks have the same weights, bit by bit."""
     content = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    mine = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
-    return all(torch.equal(each, mine) for each in theirs)
+    digest = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    return all(torch.equal(other, digest) for other in digests)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -85,13 +85,13 @@ def join(*, feature: Mapping[str, Any], former: int, folder: str) -> dict[str, A
         for step in range(5):
             running.step(batch(100 + step, world.rank))
             replicas.append(equal(running.module))
-    return {"off": off, "owes": any(kind in states[0]["codec"] for kind in OWED), "equal": all(replicas)}
+    return {"off": off, "has_residual": any(kind in states[0]["codec"] for kind in UNSENT), "equal": all(replicas)}
 
 
 def difference(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> float:
-    """Of the means over ranks of all that is owed: the largest difference, over the largest entry."""
+    """Of the means over ranks of all residuals: the largest difference, over the largest entry."""
     worst = 0.0
-    pairs = [(kind, name) for kind in OWED for name in before[0].get(kind, {})]
+    pairs = [(kind, name) for kind in UNSENT for name in before[0].get(kind, {})]
     for kind, name in pairs:
         was = torch.stack([state[kind][name].double() for state in before]).mean(0)
         mean = now[kind][name].double().clone()

@@ -71,7 +71,7 @@ def resumed(_: Deadline) -> Measured:
             place.mkdir()
             four.call(ranks.leave, feature=encode(feature), steps=12, folder=str(place))
             results = two.call(ranks.join, feature=encode(feature), former=4, folder=str(place))
-            if results[0]["owes"]:
+            if results[0]["has_residual"]:
                 worst[name] = max(result["off"] for result in results)
             if not all(result["equal"] for result in results):
                 worst[name] = 1.0

@@ -43,13 +43,13 @@ def tuned(contest: Contest, selector: str) -> Method:
 def gap(ask: Ask, against: str, _: Deadline) -> Measured:
     """Held-out loss of the hypernetwork minus the other's, the mean over fresh seeds."""
     contest = ask()
-    mine, theirs = tuned(contest, "hypernetwork"), tuned(contest, against)
-    pairs = [(run(contest, mine, seed), run(contest, theirs, seed)) for seed in FRESH]
+    learned, fixed = tuned(contest, "hypernetwork"), tuned(contest, against)
+    pairs = [(run(contest, learned, seed), run(contest, fixed, seed)) for seed in FRESH]
     gaps = [one[0] - other[0] for one, other in pairs]
     sent = [fmean(pair[side][1] for pair in pairs) / 1e3 for side in (0, 1)]
     note = (
         f"by seed {', '.join(f'{each:+.4f}' for each in gaps)}; {sent[0]:.0f} and {sent[1]:.0f} kB a rank and step; "
-        f"rates {mine.lr:g} and {theirs.lr:g} of {', '.join(f'{lr:g}' for lr in LRS)}, on seeds {CHOOSING}; "
+        f"rates {learned.lr:g} and {fixed.lr:g} of {', '.join(f'{lr:g}' for lr in LRS)}, on seeds {CHOOSING}; "
         "1.06 M parameters, 150 steps"
     )
     return Measured(fmean(gaps), note)

@@ -230,7 +230,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Report:
-    """Write the report.html of a run anew; the run may still be training."""
+    """Rewrite the report.html of a run; the run may still be training."""
 
     run: Positional[Path]
     """Run folder to report on."""

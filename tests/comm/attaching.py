@@ -126,7 +126,7 @@ def local_gradients(model: nn.Module, step: int) -> Grads:
 def conserved(
     *, feature: dict[str, Any], steps: int, wrap: bool, own_step: bool, none: bool, micro: int, scaled: bool = False
 ) -> dict[str, Any]:
-    """The largest difference between all gradients there were and those that were used, with what is owed in the end.
+    """The largest difference between all gradients there were and those that were used, with the residuals in the end.
 
     Args:
         own_step: attach without an optimizer, which needs DDP. none: set gradients to None after a step, not to zero.
@@ -158,8 +158,11 @@ def conserved(
                 scaler.step(optimizer)
                 scaler.update()
             model.zero_grad(set_to_none=none)
-        owed = residual(job)
-    return {"apart": _apart(there, used, owed, world), "owed": max(float(each.abs().max()) for each in owed.values())}
+        residuals = residual(job)
+    return {
+        "apart": _apart(there, used, residuals, world),
+        "residuals": max(float(each.abs().max()) for each in residuals.values()),
+    }
 
 
 def residual(job: Job) -> Grads:
@@ -167,10 +170,10 @@ def residual(job: Job) -> Grads:
     return state.get("unsent") or state["residual"]
 
 
-def _apart(there: Grads, used: Grads, owed: Grads, world: World) -> float:
+def _apart(there: Grads, used: Grads, residuals: Grads, world: World) -> float:
     worst = 0.0
     for name, total in there.items():
-        left = owed.get(name, torch.zeros(total.shape)).view(total.shape)
+        left = residuals.get(name, torch.zeros(total.shape)).view(total.shape)
         mine = torch.stack([in_memory_order(total, total), left])
         torch.distributed.all_reduce(mine)
         mean, left = mine / world.size

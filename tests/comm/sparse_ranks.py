@@ -58,15 +58,15 @@ def cloned(state: dict) -> dict:
 def assert_conserves(make: Make, steps: int = 6) -> None:
     """mean(sent) + mean(e_new) = mean(g) + mean(e_old), at every step."""
     codecs = [make() for _ in range(RANKS)]
-    owed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    residual = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in range(steps):
         grads = gradients(step)
-        total = {name: grad + owed[name] for name, grad in mean(grads).items()}
+        total = {name: grad + residual[name] for name, grad in mean(grads).items()}
         run_lockstep(codecs, grads, step)
-        owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
+        residual = {name: mean_state(codecs, "residual", name) for name in SHAPES}
         for name in SHAPES:
-            torch.testing.assert_close(grads[0][name].double() + owed[name], total[name], rtol=2e-6, atol=1e-5)
-    assert any(each.abs().max() > 1e-3 for each in owed.values() if each.numel())  # else it would pass idly
+            torch.testing.assert_close(grads[0][name].double() + residual[name], total[name], rtol=2e-6, atol=1e-5)
+    assert any(each.abs().max() > 1e-3 for each in residual.values() if each.numel())  # else it would pass idly
 
 
 def assert_replicas_equal(make: Make, dtype: torch.dtype = torch.float32, steps: int = 8) -> None:
@@ -132,7 +132,7 @@ def answer(requests: tuple, reader: int) -> torch.Tensor:
 
 
 def assert_merging_conserves(make: Make) -> None:
-    """A run of three ranks continues with two: what was owed still is."""
+    """A run of three ranks continues with two: the residuals are kept."""
     codecs = [make() for _ in range(RANKS)]
     for step in range(3):
         run_lockstep(codecs, gradients(step), step)
@@ -161,10 +161,10 @@ def assert_survives_other_cohorts(make: Make) -> None:
     """The same parameters in other company: state goes by name."""
     codecs = [make() for _ in range(RANKS)]
     run_lockstep(codecs, gradients(0))
-    owed = {name: mean_state(codecs, "residual", name) for name in SHAPES}
+    residual = {name: mean_state(codecs, "residual", name) for name in SHAPES}
     for names in (["long", "bias"], ["matrix", "conv", "none", "scalar"]):
         grads = [{name: each[name] for name in names} for each in gradients(1)]
-        total = {name: grad + owed[name] for name, grad in mean(grads).items()}
+        total = {name: grad + residual[name] for name, grad in mean(grads).items()}
         run_lockstep(codecs, grads, 1)
         for name in names:
             left = mean_state(codecs, "residual", name)

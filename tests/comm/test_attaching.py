@@ -82,10 +82,10 @@ CONSERVING = [
     ids=["ddp", "ddp-without-optimizer", "zeroed", "accumulated", "bare"],
 )
 def test_what_an_unused_layer_is_owed_stays_owed(pool, feature, wrap, own_step, none, micro):
-    """Each step uses one of two layers. All gradients there were are used, or owed in the end."""
+    """Each step uses one of two layers. All gradients there were are used, or in a residual in the end."""
     arguments = {"steps": 6, "wrap": wrap, "own_step": own_step, "none": none, "micro": micro}
     for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
-        assert result["owed"] > 1e-4
+        assert result["residuals"] > 1e-4
         assert result["apart"] < 1e-6
 
 
@@ -124,7 +124,7 @@ def test_an_overflow_after_the_first_answers_enters_no_residual(pool, feature, s
     for result in pool.call(attaching.overflowed, feature=encode(feature), size=size):
         assert result["finite"] == [True, True, False, True]
         before, given_up, after = result["states"][1:]
-        if feature.name == "comm.powersgd":  # rounds what is owed beside a gradient of that size, and adds nothing
+        if feature.name == "comm.powersgd":  # rounds a residual beside a gradient of that size, and adds nothing
             assert all(0 <= each <= 1.001 * was for each, was in zip(given_up, before, strict=True))
         else:
             assert given_up == before
@@ -136,7 +136,7 @@ def test_what_is_owed_keeps_its_size_when_the_loss_scale_changes(pool, feature):
     """The scale doubles after every second step; residuals are of gradients without it."""
     arguments = {"steps": 7, "wrap": True, "own_step": False, "none": True, "micro": 1, "scaled": True}
     for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
-        assert result["owed"] > 1e-4
+        assert result["residuals"] > 1e-4
         assert result["apart"] < 1e-6
 
 

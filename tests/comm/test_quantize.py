@@ -227,13 +227,13 @@ def test_nothing_to_send():
 def test_merged_conserves_the_residual():
     codecs = [QuantizeCodec(4, rounding="nearest", feedback=True) for _ in range(RANKS)]
     run_lockstep(codecs, gradients(0))
-    owed = torch.stack([codec.state["residual"]["matrix"] for codec in codecs]).mean(0)
+    residual = torch.stack([codec.state["residual"]["matrix"] for codec in codecs]).mean(0)
     state = codecs[0].merge_states([codec.state_dict() for codec in codecs])
     fewer = [QuantizeCodec(4, rounding="nearest", feedback=True) for _ in range(2)]
     for codec in fewer:
         codec.load_state_dict(state)
     grads = gradients(1, ranks=2)
-    total = mean(grads)["matrix"] + owed
+    total = mean(grads)["matrix"] + residual
     run_lockstep(fewer, grads, 1)
     left = torch.stack([codec.state["residual"]["matrix"] for codec in fewer]).mean(0)
     torch.testing.assert_close(grads[0]["matrix"] + left, total, rtol=1e-5, atol=1e-5)

@@ -58,7 +58,7 @@ def feedback() -> QuantizeCodec:
     return QuantizeCodec(4, bucket=64, rounding="nearest", feedback=True)
 
 
-def owed(codecs: list[BudgetedCodec], name: str) -> torch.Tensor:
+def unsent(codecs: list[BudgetedCodec], name: str) -> torch.Tensor:
     """The mean over the ranks of what waits here and of what the codec inside has left out."""
     zero = torch.zeros(SHAPES[name])
     both = [(c.state["unsent"], c.inner.state.get("residual", {})) for c in codecs]
@@ -75,7 +75,7 @@ def test_nothing_is_lost(selector, make):
     sent, total = totals(codecs, gradients, steps=12)
     assert any(codec.state["unsent"] for codec in codecs)
     for name in SHAPES:
-        torch.testing.assert_close(sent[name] + owed(codecs, name), total[name], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(sent[name] + unsent(codecs, name), total[name], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -145,20 +145,20 @@ def test_merged_conserves_and_continues(selector):
     codecs = made(selector, feedback)
     for step in range(6):
         run_lockstep(codecs, gradients(step), step)
-    before = {name: owed(codecs, name) for name in SHAPES}
+    before = {name: unsent(codecs, name) for name in SHAPES}
     state = codecs[0].merge_states([codec.state_dict() for codec in codecs])
     fewer = made(selector, feedback, ranks=2)
     for codec in fewer:
         codec.load_state_dict(state)
     for name in SHAPES:
-        torch.testing.assert_close(owed(fewer, name), before[name])
+        torch.testing.assert_close(unsent(fewer, name), before[name])
     for step in range(6, 9):
         grads = gradients(step, ranks=2)
-        expected = {name: mean(each[name] for each in grads) + owed(fewer, name) for name in SHAPES}
+        expected = {name: mean(each[name] for each in grads) + unsent(fewer, name) for name in SHAPES}
         run_lockstep(fewer, grads, step)
         assert step > 6 or not fewer[0].state["unsent"]  # prices are not known yet: everything is sent
         for name in SHAPES:
-            torch.testing.assert_close(grads[0][name] + owed(fewer, name), expected[name], rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(grads[0][name] + unsent(fewer, name), expected[name], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -192,10 +192,10 @@ def test_what_could_not_be_used_is_owed_again():
     codecs = made(Uniform)
     for step in range(4):
         run_lockstep(codecs, gradients(step), step)
-    delivered, before = torch.ones(32), owed(codecs, "blocks.0.b")
+    delivered, before = torch.ones(32), unsent(codecs, "blocks.0.b")
     for codec in codecs:
         codec.return_to_residual("blocks.0.b", delivered)
-    torch.testing.assert_close(owed(codecs, "blocks.0.b"), before + 1)
+    torch.testing.assert_close(unsent(codecs, "blocks.0.b"), before + 1)
 
 
 def test_half_precision_gradients_leave_fp32_behind():
@@ -267,7 +267,7 @@ def test_greedy_knapsack_takes_the_single_layer_that_outweighs_the_rest():
 
 def test_knapsack_prefers_what_is_owed_most_for_its_bytes():
     known = layers([10, 10, 10, 10], 20, gradient=[1, 4, 1, 3], accumulated=[1, 1, 9, 9], waited=[0, 0, 2, 0])
-    assert set(Knapsack().choose(known, {})[0]) == {1, 2}  # what layer 3 was owed has been sent
+    assert set(Knapsack().choose(known, {})[0]) == {1, 2}  # the residual of layer 3 has been sent
 
 
 @pytest.mark.parametrize("count", [4, 20], ids=["exactly", "greedily"])
@@ -317,7 +317,7 @@ def test_the_hypernetwork_learns_which_layers_matter():
     matter = min(counts.pop("layers.3"), counts.pop("layers.8"))
     assert matter > 1.5 * max(counts.values())
     assert learnt < 0.8 * uniform
-    assert learnt < knapsack  # which takes noise for something that is owed
+    assert learnt < knapsack  # which takes noise for a residual
 
 
 @pytest.mark.parametrize(("saved", "chosen"), [(0, set()), (6, {0})])

@@ -36,10 +36,10 @@ def test_what_is_sent_and_what_is_kept_add_up(beta: float) -> None:
     kept = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(4):
         grads = drawn(3, seed=step)
-        owed = {name: each + beta * kept[name] for name, each in mean(grads).items()}
+        residual = {name: each + beta * kept[name] for name, each in mean(grads).items()}
         run_lockstep(codecs, grads, step)
         kept = {"empty": kept["empty"], **residuals(codecs)}
-        for name, each in owed.items():
+        for name, each in residual.items():
             assert close(grads[0][name] + kept[name], each), (step, name)
             assert all(torch.equal(grads[0][name], other[name]) for other in grads)
     assert kept["matrix"].abs().max() > 0.1

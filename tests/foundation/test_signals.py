@@ -77,7 +77,7 @@ def test_a_signal_ends_after_the_step_and_resume_continues(tmp_path, number):
 
 
 CODEC = """
-[comm.powersgd]  # what it still owes has to come back as well
+[comm.powersgd]  # its residuals have to come back as well
 rank = 2
 """
 

@@ -45,11 +45,11 @@ def neutral_is_absence(case: Case) -> None:
 def resumes_bitwise(case: Case) -> None:
     """A run that is stopped and resumed ends with the bits of one that was not."""
     for ranks in case.ranks:
-        whole = _saving(case, ranks, case.fresh())
+        whole = _with_checkpoints(case, ranks, case.fresh())
         _same_on_ranks(whole)
         folder = case.fresh()
-        _saving(case, ranks, folder, stop=STOP)
-        rest = _saving(case, ranks, folder, resume=True)
+        _with_checkpoints(case, ranks, folder, stop=STOP)
+        rest = _with_checkpoints(case, ranks, folder, resume=True)
         require(rest[0]["start"] == STOP, f"stopped after step {STOP}, resumed after step {rest[0]['start']}")
         tails = [{**result, "losses": result["losses"][STOP:]} for result in whole]
         _same_bits(rest, tails, f"resumed on {ranks} rank(s)")
@@ -62,8 +62,8 @@ def resumes_on_other_ranks(case: Case) -> None:
     few, many = case.ranks[0], case.ranks[-1]
     for before, after in ((few, many), (many, few)):
         folder = case.fresh()
-        _saving(case, before, folder, stop=STOP, precise=True)
-        rest = _saving(case, after, folder, resume=True, precise=True)
+        _with_checkpoints(case, before, folder, stop=STOP, precise=True)
+        rest = _with_checkpoints(case, after, folder, resume=True, precise=True)
         what = f"from {before} to {after} ranks"
         require(rest[0]["start"] == STOP, f"{what}: resumed after step {rest[0]['start']}, not {STOP}")
         if case.exact_across_ranks:
@@ -234,8 +234,8 @@ CLAUSES: tuple[Clause, ...] = (
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _saving(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
-    """Train with something that saves: the feature itself, where it is of that area."""
+def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
+    """Train with checkpoints: by the feature itself, where it is of that area."""
     several = [*others, case.feature]
     if not any(isinstance(each, Plain | Tiered) for each in several):
         several.insert(0, Plain())
@@ -254,14 +254,14 @@ def _partners(case: Case) -> Iterator[Feature]:
 
 def _pair(case: Case, partner: Feature, names: list[str]) -> None:
     ranks = case.ranks[-1]
-    whole = _saving(case, ranks, case.fresh(), partner)
+    whole = _with_checkpoints(case, ranks, case.fresh(), partner)
     require(np.isfinite(weights(whole[0])).all(), "the weights are not finite")
     kept = [name for name in whole[0]["names"] if name in names] if case.feature.adds_parameters else whole[0]["names"]
     require(kept == names, "parameters have other names")
     _same_weights(whole)
     folder = case.fresh()
-    _saving(case, ranks, folder, partner, stop=STOP)
-    rest = _saving(case, ranks, folder, partner, resume=True)
+    _with_checkpoints(case, ranks, folder, partner, stop=STOP)
+    rest = _with_checkpoints(case, ranks, folder, partner, resume=True)
     _same_bits(rest, [{**result, "losses": result["losses"][STOP:]} for result in whole], "resumed")
 
 

@@ -1,4 +1,4 @@
-"""What befalls a run from outside: a full disk, too little memory, a signal."""
+"""Failures from outside of a run: a full disk, too little memory, a signal."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
     if offers and all(
         offer.level == MEMORY for offer in offers
     ):  # a first checkpoint that was cut short, or hosts are lost
-        log.warning("nothing is on disk, and what is left in memory is incomplete: starting anew")
+        log.warning("nothing is on disk, and what is left in memory is incomplete: starting from step 0")
     elif offers:
         count, why = len({offer.checkpoint for offer in offers}), recovery.reason and f": {recovery.reason}"
         raise unreadable(disk, f"all {count} are damaged or incomplete{why}")

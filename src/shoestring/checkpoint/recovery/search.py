@@ -2,7 +2,7 @@
 
 All ranks tell what they see (*offers*), take the newest checkpoint whose every part can be had, verify what they will
 read of it, vote, and only then read: from this host's memory, its disk, or other hosts. A damaged offer is dropped and
-the choice made anew, so that all ranks fall back together.
+the choice made again, so that all ranks fall back together.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class CheckpointSchedule:
         self._late -= levels
 
     def agreed(self, costs: Sequence[float], step: int) -> None:
-        """Plan anew from the costs that the ranks have agreed on; a level that has none yet stays as it is."""
+        """Plan again from the costs that the ranks have agreed on; a level that has none yet stays as it is."""
         idle, busy, stall, *durations = costs
         seconds = {level: taken for level, taken in zip(LEVELS, durations, strict=True) if taken}
         slowdown = max(_LEAST, busy / idle - 1) if busy and idle else _SLOWDOWN

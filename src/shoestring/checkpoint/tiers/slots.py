@@ -51,7 +51,7 @@ def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
 
 
 def check_private(folder: Path, levels: int = _LEVELS, *, make: bool = True) -> None:
-    """Make sure that a folder in memory, and those above it, are this user's alone, each time one may be made anew.
+    """Make sure that a folder in memory, and those above it, are this user's alone, each time one may be created.
 
     Args:
         levels: of folders that are this user's: 3 down to the slots of a host, 2 down to those of a run.
@@ -169,7 +169,7 @@ class Slot:
             return Room(torch.empty(nbytes, dtype=torch.uint8))
         try:
             self.files.before("folder", path.parent)
-            check_private(path.parent)  # another program may have removed it, and another user made it anew
+            check_private(path.parent)  # another program may have removed it, and another user created it again
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
                 status = os.fstat(file.fileno())

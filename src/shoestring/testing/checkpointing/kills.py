@@ -23,7 +23,7 @@ class KillOutcome:
 
 
 def undisturbed(task: FaultyRun) -> RunOutcome:
-    """The run that nothing befalls.
+    """The run without a fault.
 
     Raises:
         RuntimeError: it did not end.

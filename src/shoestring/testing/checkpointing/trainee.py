@@ -1,4 +1,4 @@
-"""A small run that is killed again and again: what a rank does, and how ranks are forked, killed and started anew."""
+"""A small run that is killed again and again: what a rank does, and how ranks are forked, killed and started again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GATE = "gate"
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyRun:
-    """A run, and what is to befall one of its starts."""
+    """A run, and the fault in one of its starts."""
 
     folder: str
     ranks: int = 2
@@ -63,7 +63,7 @@ class FaultyRun:
     count: int = 1
     """How often the point is passed before."""
     start: int = 0
-    """Number of the start, for where the ranks meet."""
+    """Number of the start, for the rendezvous."""
 
     @property
     def place(self) -> Path:

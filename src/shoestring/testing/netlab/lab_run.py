@@ -1,4 +1,4 @@
-"""A small run that several hosts train, and what befalls it: a lost worker, a lost host, nothing."""
+"""A small run that several hosts train, undisturbed, or with the loss of a worker or a host."""
 
 from __future__ import annotations
 
