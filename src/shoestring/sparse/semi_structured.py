@@ -30,8 +30,8 @@ TOLERANCE = 0.02  # of the norm of a result; products of 16-bit numbers differ b
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What was found of the products of one shape."""
+class ProductTrial:
+    """The measured speed of the products of one shape."""
 
     faster: bool
     algorithm: int
@@ -39,7 +39,7 @@ class Trial:
     """Time of the dense product over that of the sparse one, compression included; 0 where that failed."""
 
 
-trials: dict[tuple[Any, ...], Trial] = {}
+trials: dict[tuple[Any, ...], ProductTrial] = {}
 """By device, type and shape; of this process."""
 
 
@@ -137,7 +137,7 @@ def _tried(
     of_compressed: Callable[[Tensor, int], Tensor],
     search: Callable[[Tensor], int],
     dense_product: Callable[[], Tensor],
-) -> Trial:
+) -> ProductTrial:
     shape = " x ".join(map(str, sparse.shape))
     try:
         algorithm = search(cslt_compress(sparse.contiguous()))
@@ -148,12 +148,12 @@ def _tried(
         expected, result = dense_product().float(), sparse_product().float()
     except RuntimeError as error:
         log.warning("sparse: products with a weight of %s stay dense: cuSPARSELt fails: %s", shape, error)
-        return Trial(faster=False, algorithm=0, speedup=0.0)
+        return ProductTrial(faster=False, algorithm=0, speedup=0.0)
     if not (result - expected).norm() <= TOLERANCE * expected.norm():
         log.warning("sparse: products with a weight of %s stay dense: cuSPARSELt's result differs from torch's", shape)
-        return Trial(faster=False, algorithm=algorithm, speedup=0.0)
+        return ProductTrial(faster=False, algorithm=algorithm, speedup=0.0)
     speedup = _speedup(dense_product, sparse_product)
-    return Trial(faster=speedup >= WORTHWHILE, algorithm=algorithm, speedup=speedup)
+    return ProductTrial(faster=speedup >= WORTHWHILE, algorithm=algorithm, speedup=speedup)
 
 
 def _speedup(dense_product: Callable[[], Tensor], sparse_product: Callable[[], Tensor]) -> float:
