@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.data.loader import Loader, sweep
@@ -203,3 +203,16 @@ def test_a_sweep_counts_every_sample_once_in_equally_many_batches_on_every_rank(
     assert all(len(part["targets"]) == batch for parts in ranks for part in parts)
     counted = [row[0] for parts in ranks for part in parts for row in part["targets"].tolist() if row[0] != -100]
     assert sorted(counted) == list(range(min(limit, samples) if limit else samples))
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 5), st.integers(0, 31))
+@settings(deadline=None)
+def test_a_sweep_gives_targets_that_are_real_numbers_as_they_are(samples, batch, size, limit):
+    """None of them can be marked as ignored: a loss would count -100 as a value."""
+    data = TensorDataset(torch.arange(samples), torch.arange(samples) / 2)
+    ranks = [list(sweep(data, batch=batch, rank=rank, size=size, limit=limit)) for rank in range(size)]
+    assert len({len(parts) for parts in ranks}) == 1
+    counted = sorted(2 * target for parts in ranks for _, targets in parts for target in targets.tolist())
+    total = min(limit, samples) if limit else samples
+    last = total % (batch * size)
+    assert counted == list(range(total - last if last < size else total))

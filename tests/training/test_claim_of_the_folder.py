@@ -25,11 +25,32 @@ def test_a_run_folder_that_is_in_use_is_refused_and_left_as_it_is(run, tmp_path)
         with ExitStack() as second, pytest.raises(ConfigError, match="`here` is in use by process "):
             run_folder.claim(run, second)
         assert {path.name: path.read_bytes() for path in there.iterdir()} == before
-    assert sorted(path.name for path in there.iterdir()) == ["environment.json", "run.toml"]
+    there.mkdir()  # as a process that was killed leaves it
+    for name, content in before.items():
+        (there / name).write_bytes(content)
     with ExitStack() as third:
         assert run_folder.claim(run, third) == there
-        run_folder.release(there)  # it ended before its first step
+    assert sorted(path.name for path in there.iterdir()) == ["environment.json", "run.toml"]
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_folder(run):
+    with ExitStack() as stack:
+        there = run_folder.claim(run, stack)
+        assert there.is_dir()
     assert not there.exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", False])
+def test_a_run_file_that_no_run_wrote_is_neither_replaced_nor_deleted(run, tmp_path, resume):
+    """A run whose folder is the one of its own run file."""
+    run = replace(run, settings=replace(run.settings, resume=resume))
+    own = "# by hand\n" + run.dump()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "run.toml").write_text(own)
+    with ExitStack() as stack, pytest.raises(ConfigError):
+        run_folder.claim(run, stack)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run.toml"]
+    assert (tmp_path / "here" / "run.toml").read_text() == own
 
 
 def test_two_starts_of_a_run_without_a_folder_get_one_each(run, monkeypatch):
@@ -40,7 +61,9 @@ def test_two_starts_of_a_run_without_a_folder_get_one_each(run, monkeypatch):
     def late(path):
         monkeypatch.setattr(run_folder, "_locked", lock)
         with ExitStack() as stack:
-            assert str(run_folder.claim(run, stack)) == "runs/task"
+            folder = run_folder.claim(run, stack)
+            assert str(folder) == "runs/task"
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n')  # else its folder would be gone at its end
         return lock(path)
 
     monkeypatch.setattr(run_folder, "_locked", late)

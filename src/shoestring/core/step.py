@@ -143,16 +143,16 @@ class Step:
     def _update(self, sums: Tensor) -> None:
         job = self.job
         job.scaler.unscale_(job.built_optimizer)
-        if job.progress.count and job.gradients:  # there are none after a refused loss
-            self._correct(sums[1])
+        if job.progress.count and (gradients := job.gradients):  # there are none after a refused loss
+            self._correct(gradients, sums[1])
         with span("optimizer", "compute"):
             job.scaler.step(job.built_optimizer)
             job.scaler.update()
             job.built_optimizer.zero_grad(set_to_none=True)
 
-    def _correct(self, count: Tensor) -> None:
+    def _correct(self, gradients: list[Tensor], count: Tensor) -> None:
         """Turn gradients divided by the expected count into gradients divided by the true one."""
-        progress, gradients = self.job.progress, self.job.gradients
+        progress = self.job.progress
         ratio = progress.count / count
         if count.device.type != "cpu":  # comparing would wait for the device
             foreach_mul_(gradients, ratio.float())

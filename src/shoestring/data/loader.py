@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.data.order import Order, Shuffled
+from shoestring.data.tokens import IGNORED
 
 Batch = dict[str, Tensor]
 
@@ -176,16 +177,24 @@ def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, li
     """Every sample once, in order, for evaluation: this rank's share of the first `limit` samples (0: all).
 
     Every rank gets equally many batches of `batch` samples, as sharded models need it. Where the samples do not
-    divide, the last one is repeated with targets of -100, which no loss counts.
+    divide, the last one is repeated with targets of -100, which no loss counts. Floating-point targets have no such
+    value: then the last batches are smaller, and samples that are fewer than the ranks are left out.
     """
     _check(batch, rank, size, 1, whole=False)
     samples, identified = _length(dataset), _Identified(dataset)
     samples = min(limit, samples) if limit else samples
-    for start in range(rank * batch, -(-samples // (batch * size)) * batch * size, batch * size):
+    for first in range(0, samples, batch * size):
+        start, left = first + rank * batch, samples - first
         part = _collate(identified.__getitems__([min(i, samples - 1) for i in range(start, start + batch)]))
-        if start + batch > samples:
+        if left < batch * size:
             targets = (part["targets"] if "targets" in part else part["labels"]) if isinstance(part, dict) else part[1]
-            targets[max(samples - start, 0) :] = -100
+            if targets.is_floating_point():
+                if left < size:
+                    return
+                share = range(first + left * rank // size, first + left * (rank + 1) // size)
+                part = _collate(identified.__getitems__(share))
+            else:
+                targets[max(samples - start, 0) :] = IGNORED
         yield part
 
 

@@ -61,8 +61,6 @@ def train(
         world.agree(lambda: run_folder.check_same(path, run) if world.local_rank == 0 else None)
         run = run.placed(path)
         stack.enter_context(writable(path))
-        if world.first:
-            stack.callback(run_folder.release, path)
         data = open_data(run, world, path)
         world.agree(lambda: remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))

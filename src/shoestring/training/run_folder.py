@@ -29,7 +29,8 @@ LOCK = ".lock"
 def claim(run: Run, stack: ExitStack) -> Path:
     """The run's folder, made and proven writable, with the resolved run file and the environment in it.
 
-    It is locked until `stack` is closed, or this process ends.
+    It is locked until `stack` is closed, or this process ends; a run that ends before its first step leaves it as it
+    was.
 
     Raises:
         ConfigError: it is another run's, in use, holds a run that was not to be resumed, or cannot be written.
@@ -44,9 +45,11 @@ def claim(run: Run, stack: ExitStack) -> Path:
         lock.release()  # another run has taken it in between
     stack.callback(lock.release, remove=True)
     _check(folder, run)
+    if not (folder / "run.toml").exists():
+        stack.callback(_undo, folder)
     try:
-        write_atomic(folder / "run.toml", run.dump().encode())
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
+        write_atomic(folder / "run.toml", run.dump().encode())
     except OSError as error:
         raise ConfigError(
             f"cannot write the run folder `{folder}`: {error.strerror}", hint="choose another with --run.folder"
@@ -68,15 +71,15 @@ def _locked(folder: Path) -> Lock:
         ) from error
 
 
-def release(folder: Path) -> None:
+def _undo(folder: Path) -> None:
     """Undo the claim of a run that ended before its first step, so that the folder can be claimed again."""
     rows = folder / "metrics.jsonl"
     if (rows.exists() and rows.stat().st_size) or (folder / "checkpoints").exists():
         return
     made = ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", rows.name, LOCK)
-    for name in made:
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # prepared data stays, and then the folder does
+    with suppress(OSError):  # prepared data stays, and then the folder does; a disk may be read-only by now
+        for name in made:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -103,6 +106,10 @@ def _check(folder: Path, run: Run) -> None:
         raise ConfigError(
             f"`{folder}` holds a run already",
             hint="add --run.resume auto to continue it, or choose another --run.folder",
+        )
+    if not any((folder / name).exists() for name in ("environment.json", "metrics.jsonl", "checkpoints")):
+        raise ConfigError(
+            f"`{path}` was not written by a run, and the run would replace it", hint="choose another --run.folder"
         )
     check_same(folder, run)
 
