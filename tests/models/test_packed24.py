@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,22 @@ def test_a_packed_folder_opens_as_the_model_that_it_was(sparse_gpt, tmp_path):
     drawn = [list(generate(each.double(), [1, 2, 3], max_new=20, seed=5)) for each in (packed, model)]
     assert drawn[0] == drawn[1]
     assert (tmp_path / "packed" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("save", [saving.save_packed, saving.save_like])
+def test_files_beside_the_weights_are_copied_and_the_weights_in_other_formats_are_not(sparse_gpt, tmp_path, save):
+    """In the cache of Hugging Face files are links; to another folder they would lead nowhere."""
+    dense, model = sparse_gpt
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0a1b").write_text("{}")
+    (dense / "tokenizer_config.json").symlink_to(Path("../blobs/0a1b"))
+    (dense / "pytorch_model.bin").write_bytes(b"the dense weights")
+    (dense / "onnx").mkdir()
+    folder = tmp_path / "elsewhere" / "made"
+    save(model, dense, folder)
+    made = sorted(path.name for path in folder.iterdir())
+    assert made == ["config.json", "model.safetensors", "notes.txt", "tokenizer_config.json"]
+    assert (folder / "tokenizer_config.json").read_text() == "{}"
 
 
 def test_a_model_that_is_not_2_4_is_not_packed(tmp_path):

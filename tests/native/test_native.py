@@ -57,6 +57,17 @@ def test_what_the_compiler_says_is_said(home, monkeypatch):
     assert not list((home / ".cache/shoestring/native").iterdir())
 
 
+def test_a_library_that_cannot_be_written_is_an_error_that_callers_expect(home, monkeypatch):
+    source(home, TWICE, monkeypatch)
+    native.load("twice")
+    native.load.cache_clear()
+    (built,) = (home / ".cache/shoestring/native").iterdir()
+    built.unlink()
+    (built / "in the way").mkdir(parents=True)
+    with pytest.raises(native.CompileError, match=r"`twice.c` cannot be compiled: .*[Dd]irectory"):
+        native.load("twice")
+
+
 def test_a_folder_that_others_may_write_to_is_not_loaded_from(home, monkeypatch):
     folder = home / ".cache/shoestring/native"
     folder.mkdir(parents=True)

@@ -22,6 +22,7 @@ MARKER = "shoestring"
 TRANSFORMERS = {MARKER: {"format": "transformers"}}
 PRETRAINED = "pretrained"
 """The folder in a run's folder that holds the configuration of the `hf:` model or the model folder it began with."""
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, origin: Mapping[str, Any]) -> None:
@@ -37,13 +38,13 @@ def save_model(built: nn.Module, tokenizer: Tokenizer | None, folder: Path, orig
 
 
 def save_like(built: nn.Module, source: Path, folder: Path) -> None:
-    """Write a model in the format of the folder `source` that it was opened from, whose other files are carried over.
+    """Write a model in the format of the folder `source` that it was opened from, with the files beside its weights.
 
     An earlier model in the folder stays whole until this one is.
     """
     with replaced_folder(folder) as new:
         _write(built, new, json.loads((source / "config.json").read_text()))
-        _carry_over(source, new)
+        _copy_beside_weights(source, new)
 
 
 def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
@@ -86,8 +87,8 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
     """Write a model whose weights are 2:4 with these packed; what opens a model folder opens it again.
 
     Args:
-        built: the model in the folder `source`, whose config.json, tokenizer and other files are carried over. Its
-            linear layers are replaced by packed ones where their weight is 2:4 and nothing else shares it.
+        built: the model in the folder `source`, whose config.json, tokenizer and other files beside the weights are
+            copied. Its linear layers are replaced by packed ones where their weight is 2:4 and nothing else shares it.
 
     Returns:
         The names of the layers that were packed.
@@ -100,7 +101,7 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
         raise ConfigError(f"no linear layer of `{source}` is 2:4", hint="prune the model before packing it")
     with replaced_folder(folder) as new:
         _save_replaced(built, new, json.loads((source / "config.json").read_text()))
-        _carry_over(source, new)
+        _copy_beside_weights(source, new)
     return names
 
 
@@ -113,6 +114,16 @@ def _carry_over(former: Path, new: Path) -> None:
                 shutil.copytree(path, new / path.name, symlinks=True)
             else:
                 shutil.copy2(path, new / path.name, follow_symlinks=False)
+
+
+def _copy_beside_weights(source: Path, new: Path) -> None:
+    """Copy the tokenizer, the licence and the like of the model that `new` is made from, as files.
+
+    In the cache of Hugging Face they are links. Weights in other formats are those of the former model, and stay there.
+    """
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and not (new / path.name).exists():
+            shutil.copyfile(path, new / path.name)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, origin: Mapping[str, Any]) -> None:

@@ -44,10 +44,13 @@ def load(name: str) -> ctypes.CDLL:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise CompileError(f"`{source.name}` needs a C compiler, and there is none on the PATH", hint="install gcc")
-    path = _cache() / f"{name}-{_key(source, compiler)}.so"
-    if not path.is_file():
-        _compile(compiler, source, path)
-    return _open(path, compiler, source)
+    try:
+        path = _cache() / f"{name}-{_key(source, compiler)}.so"
+        if not path.is_file():
+            _compile(compiler, source, path)
+        return _open(path, compiler, source)
+    except OSError as error:  # a full disk, say
+        raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
 
 
 def _cache() -> Path:
@@ -80,7 +83,7 @@ def _compile(compiler: str, source: Path, path: Path, *more: str) -> None:
         for command in steps:
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-            except (OSError, subprocess.TimeoutExpired) as error:
+            except subprocess.TimeoutExpired as error:
                 raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
             if done.returncode:
                 first = next(iter(done.stderr.strip().splitlines()), f"{compiler} ended with {done.returncode}")
