@@ -207,6 +207,7 @@ class Probe:
             world.decide(lambda: write(cluster, self.out))
             if world.first:
                 print("\n".join(describe(cluster)))
+                print(f"written to {self.out}")
         return 0
 
 

@@ -244,6 +244,15 @@ def test_the_page_is_replaced_whole_or_not_at_all(whole, monkeypatch):
     assert set(whole.path.iterdir()) == files
 
 
+def test_the_change_of_a_share_is_in_points(new):
+    a, b = new("a").metrics(), new("b")
+    b.metrics()
+    rows = [json.loads(line) | {"data_wait": 0.253} for line in (b.path / "metrics.jsonl").read_text().splitlines()]
+    (b.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, _ = report.compare([a.path, b.path], a.path.parent / "compared.html")
+    assert "25% (+25 points)" in text and "8,333" not in text
+
+
 def test_comparing_says_what_differs(new):
     a = new("a").metrics().summary()
     b = new("b", steps=80).metrics().summary(bits_per_byte={"training": 1.8, "held out": 1.719})
@@ -252,7 +261,8 @@ def test_comparing_says_what_differs(new):
     text, path = report.compare([a.path, b.path], a.path.parent / "compared.html")
     lines = {tuple(line.split()) for line in text.splitlines()}
     assert ("run.steps", "40", "80") in lines and ("versions.torch", "2.13.0", "2.11.0") in lines
-    assert ("held-out", "bits", "per", "byte", "1.91", "1.719", "(-10.00%)") in lines
+    assert ("held-out", "bits", "per", "byte", "1.91", "1.719", "(-10%)") in lines
+    assert "share of time waiting for data (median)  0.3%" in text and "0.3% (equal)" in text
     assert "numpy" not in text and "optim.adamw.lr" not in text
     assert text.startswith("a: finished, 40 steps\nb: finished, 80 steps\n")
     drawn = json.loads(Outline(path.read_text("utf-8")).text["script"][0])

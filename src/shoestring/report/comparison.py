@@ -36,7 +36,11 @@ def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
     names = digest.labels(runs)
     versions = [flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs]
     blocks = (
-        ("Results", "Final figures; percentages are relative to the first run.", _results(runs)),
+        (
+            "Results",
+            "Final figures; changes are from the first run, of shares in percentage points.",
+            _results(runs),
+        ),
         ("Settings that differ", "From the resolved run files.", _differences([flat(run.settings) for run in runs])),
         ("Versions that differ", "From what each run wrote about its environment.", _differences(versions)),
     )
@@ -87,22 +91,29 @@ def _format(label: str, results: Mapping[str, float], first: Mapping[str, float]
     value = results.get(label)
     if value is None:
         return _ABSENT
-    if label == "seconds":
+    is_share = label.startswith(("share", "MFU"))
+    if label == "time":
         text = figures.duration(value)
-    elif label.startswith(("share", "MFU")):
+    elif is_share:
         text = figures.percent(value)
     else:
         text = figures.count(value) if value >= 10_000 else figures.plain(value)
-    change = "" if results is first else _change(first.get(label), value)
+    change = "" if results is first else _change(first.get(label), value, is_share)
     return f"{text} ({change})" if change else text
 
 
-def _change(first: float | None, value: float) -> str:
-    """`value` relative to the first in percent; equal values are said to be equal, so that no rounded 0.00% is."""
-    if first is None or not first or not math.isfinite(value / first):
-        return "equal" if first == value else ""
+def _change(first: float | None, value: float, is_share: bool) -> str:
+    """`value` relative to the first in percent, and of a share the difference; equal values are said to be equal."""
+    if first == value:
+        return "equal"
+    if first is None or not math.isfinite(first) or not math.isfinite(value):
+        return ""
+    if is_share:
+        return f"{100 * (value - first):+.2g} points"
+    if not first:
+        return ""
     ratio = value / first - 1
-    return "equal" if first == value else f"{ratio:+.2%}" if abs(ratio) < 10 else f"x{value / first:.3g}"
+    return f"{100 * ratio:+.3g}%" if abs(ratio) < 10 else f"x{value / first:.3g}"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

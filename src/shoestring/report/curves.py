@@ -26,6 +26,9 @@ _KNOWN = {  # metric: title, unit, format
     "step_seconds": ("Time of a step", "seconds", "plain"),
     "data_wait": ("Waiting for data", "share of the step", "percent"),
     "mfu": ("Model FLOP utilisation", "share of the peak", "percent"),
+    "wire_mb": ("Sent by a rank", "MB a step", "plain"),
+    "exposed_seconds": ("Exposed communication", "seconds a step", "plain"),
+    "residual": ("Residual", "2-norm", "plain"),
 }
 _EXACT = frozenset({"lr"})  # a schedule is not noisy: smoothing would only bend it
 
@@ -116,7 +119,7 @@ def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, 
 
 
 def _title_and_unit(metric: str) -> tuple[str, str]:
-    """Title and unit of a number that a feature publishes: `wire_mb` is ("Wire", "MB")."""
+    """Title and unit of a number that a feature publishes: `copied_mb` is ("Copied", "MB")."""
     name, _, last = metric.rpartition("_")
     title = (name if last in _UNITS and name else metric).replace("_", " ")
     return title[:1].upper() + title[1:], _UNITS.get(last, "") if name else ""

@@ -70,7 +70,7 @@ def results(run: RunFolder) -> dict[str, float]:
         "memory at peak (GiB)": _peak_memory(run),
         "steps": float(last_step(run)) or None,
         "tokens": _given(run.summary, "tokens", _last(run, "tokens")),
-        "seconds": seconds(run),
+        "time": seconds(run),
         "parameters": _given(run.summary, "parameters", _finite(started(run).get("parameters"))),
     }
     return {label: value for label, value in figures.items() if value is not None}

@@ -149,7 +149,7 @@ def facts(run: RunFolder) -> Markup:
     shown = {
         "Steps": steps,
         "Tokens": _optional(found.get("tokens"), figures.count),
-        "Time": _optional(found.get("seconds"), figures.duration),
+        "Time": _optional(found.get("time"), figures.duration),
         "Parameters": _optional(found.get("parameters"), figures.count),
         "Tokens per second": _optional(found.get("tokens per second (median)"), figures.count),
         "MFU": _optional(found.get("MFU (median)"), figures.percent),

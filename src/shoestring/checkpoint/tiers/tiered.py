@@ -183,7 +183,7 @@ class Checkpointer:
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}
         if self.world.first and (news := self.schedule.news()):
-            log.info("%s", news)
+            log.info("checkpoint.tiered: %s", news)
         slot = self._slot(int(sealed))
         if slot is None or -needed > sealed:
             self.schedule.postpone(due)
@@ -289,7 +289,9 @@ class Checkpointer:
         self.stager.finish()
         self._settle()
         self.keeper.drain()
-        self._pulse = self._pulse and (self._pulse.wait(), None)[1]
+        if self._pulse is not None:
+            self._pulse.wait()
+            self._pulse = None
 
     def _settle(self) -> None:
         """Wait until no own slot is being filled or sealed."""

@@ -201,7 +201,7 @@ class _ExchangeMetrics:
         facts["wire_exposed"] = facts.get("wire_exposed", 0.0) + self.coordinator.exposed
         facts["interface_bytes"] = interface_bytes() - self.interfaces
         self.before = sent
-        if self.job.progress.step % NORM_EVERY == 0:
+        if self.job.progress.step % NORM_EVERY == 0 and "residual" in self.coordinator.codec.state:
             self.job.numbers["residual"] = self.coordinator.codec.norm("residual")
 
 
