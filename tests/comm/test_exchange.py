@@ -56,7 +56,7 @@ def equal(results: list[dict]) -> bool:
 
 
 # One of each kind: dense, low rank, quantised, sparse, chosen layers. All of them meet an infinite gradient below.
-@pytest.mark.parametrize("feature", quick(EXCHANGES, 0, 7), ids=label)
+@pytest.mark.parametrize("feature", quick(EXCHANGES, 7), ids=label)
 def test_replicas_are_equal_at_every_step(pool, feature):
     results = pool.call(exchanges.train, features=[encode(feature)], steps=40)
     assert equal(results)
@@ -64,7 +64,9 @@ def test_replicas_are_equal_at_every_step(pool, feature):
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
-@pytest.mark.parametrize("feature", [comm.PowerSGD(rank=2), comm.PowerSGD(rank=2, parts=4, channels=3)], ids=label)
+@pytest.mark.parametrize(
+    "feature", quick([comm.PowerSGD(rank=2), comm.PowerSGD(rank=2, parts=4, channels=3)], 0), ids=label
+)
 def test_late_ranks_and_many_buckets_change_nothing(pool, feature):
     """Torch's PowerSGD hook aborts here: it issues from completion threads, whose order differs between ranks."""
     prompt = pool.call(exchanges.train, features=[encode(feature)], steps=15)
@@ -83,7 +85,7 @@ def test_dense_is_ddp(pool):
     pytest.param(comm.Dense(), True, id="dense-ddp"),
     pytest.param(comm.Dense(), False, id="dense-plain", marks=slow),
     pytest.param(comm.PowerSGD(rank=2), True, id="powersgd-ddp", marks=slow),
-    pytest.param(comm.PowerSGD(rank=2), False, id="powersgd-plain"),
+    pytest.param(comm.PowerSGD(rank=2), False, id="powersgd-plain", marks=slow),
 ])  # fmt: skip
 def test_hosts_exchange_rows_that_their_ranks_have_summed(pool, feature, wrap):
     """Two hosts of two: the codec sees two ranks, and a host sends each row once."""
@@ -108,7 +110,7 @@ def test_shards_of_fsdp_travel_between_hosts(pool, feature):
 
 @pytest.mark.parametrize(("bucket_mb", "no_sync"), [
     (0.001, True),
-    (25, False),
+    pytest.param(25, False, marks=slow),
     pytest.param(0.001, False, marks=slow),
     pytest.param(25, True, marks=slow),
 ])  # fmt: skip

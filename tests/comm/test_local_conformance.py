@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from shoestring.comm import DiLoCo, LocalSGD, SparseLoCo
-from shoestring.testing import FeatureSuite
+from shoestring.testing import Case, FeatureSuite
 
 REPLICAS = {"parallel.fsdp": "both keep the models of all ranks together"}
 
@@ -25,6 +25,10 @@ class TestDiLoCo(FeatureSuite):
     exact_across_ranks = False
     tolerance = 0.15
     clashes: ClassVar = REPLICAS
+
+    @pytest.mark.slow  # comm.PowerSGD meets the other areas in the quick tests
+    def test_composes(self, case: Case) -> None:
+        super().test_composes(case)
 
 
 @pytest.mark.slow
