@@ -36,7 +36,7 @@ def command(argv: Sequence[str]) -> int:
     def tuning() -> finetuning.FineTuning:
         folder = known.cache / "finetuning"
         if known.trial:
-            return finetuning.FineTuning(folder, 100, finetuning.RATES[1:2], check=deadline.check)
+            return finetuning.FineTuning(folder, 40, finetuning.RATES[1:2], check=deadline.check)
         return finetuning.FineTuning(folder, check=deadline.check)
 
     def rows() -> list[Bar]:

@@ -46,11 +46,20 @@ def run(folder, source, *, steps=1, rate=1e-30, **tables):
     return parse(document)
 
 
-@pytest.fixture(params=["shoestring.models.gpt:tiny", "test_start_from:own"])
-def first(request, tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(f"the {n} lazy dogs jump over {n * n} foxes" for n in range(400)))
+@pytest.fixture(scope="module", params=["shoestring.models.gpt:tiny", "test_start_from:own"])
+def trained(request, tmp_path_factory):
+    """The folder of a finished run, beside its text."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "text.txt").write_text("\n\n".join(f"the {n} lazy dogs jump over {n * n} foxes" for n in range(400)))
     shape = SHAPE if request.param.endswith("tiny") else {}
-    train(run(tmp_path / "first", request.param, rate=0.5, model=shape), World())
+    train(run(root / "first", request.param, rate=0.5, model=shape), World())
+    return root
+
+
+@pytest.fixture
+def first(trained, tmp_path):
+    """A copy of it, to be changed."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "first"
 
 
