@@ -29,6 +29,7 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "ast": {},
     "ast-wanda": {"metric": "wanda"},
     "ast-without-slorb": {"slorb": 0},
+    "ast-paper": {"decay": 6e-5, "scale": "none"},
     "fixed": FIXED,
     "fixed-plain": FIXED | {"distillation": 0.0, "slorb": 0},
 }

@@ -17,6 +17,7 @@ from shoestring.testing import jobs
 
 UP, DOWN = "layers.0.up", "layers.0.down"
 PLAIN = {"distillation": 0.0, "slorb": 0}
+PAPER = PLAIN | {"scale": "none"}
 
 
 def sgd(parameters):
@@ -76,14 +77,14 @@ def test_adapters_learn_and_gradients_pass_straight_through():
 
 
 def test_the_decay_grows_to_its_largest_value_and_stays():
-    with job(AST(decay=0.5, anneal=0.5, **PLAIN), total=8) as made:
+    with job(AST(decay=0.5, anneal=0.5, **PAPER), total=8) as made:
         factors = []
         for number in range(8):
             made.step(batch(number))
             factors.append(float(made.numbers["decay"]))
     assert factors == pytest.approx([0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5])
     for changes, total in (({"anneal": 0.0}, 8), ({}, 0)):  # at once; and where the end is open
-        with job(AST(decay=0.5, **PLAIN, **changes), total=total) as made:
+        with job(AST(decay=0.5, **PAPER, **changes), total=total) as made:
             made.step(batch())
             assert float(made.numbers["decay"]) == 0.5
 
@@ -92,7 +93,7 @@ def moved_by_the_decay(*others, optimizer=sgd, decay=0.5):
     """How far a step moves the weight of `up` beyond what it moves without the decay; its mask; the weight."""
     moved = []
     for factor in (decay, 0.0):
-        with job(AST(decay=factor, anneal=0.0, **PLAIN), *others, optimizer=optimizer) as made:
+        with job(AST(decay=factor, anneal=0.0, **PAPER), *others, optimizer=optimizer) as made:
             before = weights(made)[f"{UP}.weight"]
             made.step(batch())
             moved.append(weights(made)[f"{UP}.weight"])
@@ -112,12 +113,27 @@ def test_masked_weights_decay_towards_zero_and_no_others(others):
         masks.prune(before, mask.int())
 
 
+def test_the_scale_of_the_gradient_makes_one_factor_suit_all():
+    """decay x ‖g‖ / ‖W‖ x W where the mask is false, of the gradient that the loss alone gives."""
+    with job(AST(decay=0.0, **PLAIN)) as made:
+        before = weights(made)
+        made.step(batch())
+        gradients = {name: (before[name] - after) / 0.1 for name, after in weights(made).items()}
+    with job(AST(decay=2.0, anneal=0.0, **PLAIN)) as made:
+        made.step(batch())
+        for name in (UP, DOWN):
+            weight, gradient = before[f"{name}.weight"], gradients[f"{name}.weight"]
+            out = weight.masked_fill(unpack(method(made).masks[name], weight.shape[1]), 0)
+            expected = weight - 0.1 * (gradient + 2.0 * gradient.norm() / weight.norm() * out)
+            torch.testing.assert_close(weights(made)[f"{name}.weight"], expected)
+
+
 def test_the_decay_is_of_gradients_not_of_weights():
     """With Adam, a first step is of the size lr wherever there is a gradient: a decay of weights would be far less."""
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-12)  # noqa: E731
     made = ss.Job(Net().double(), forward=lambda model, x: model(x), loss=lambda y, _: (0 * y.sum(), torch.tensor(1.0)))
     made.optimizer = adam
-    with ss.compose(made, [AST(decay=1e-3, anneal=0.0, **PLAIN)]):
+    with ss.compose(made, [AST(decay=1e-3, anneal=0.0, **PAPER)]):
         before = weights(made)[f"{UP}.weight"]
         made.step(batch())
         moved = weights(made)[f"{UP}.weight"] - before
@@ -240,6 +256,7 @@ def test_all_linear_layers_of_blocks_are_asked_for(name, inside):
         (AST(anneal=2.0), "`sparse.ast.anneal` is a share in [0, 1], got 2.0"),
         (AST(distillation=-1.0), "`sparse.ast.distillation` is a share in [0, 1]"),
         (AST(temperature=0.0), "`sparse.ast.temperature` must be positive"),
+        (AST(decay=1.0, scale="none"), "`sparse.ast.decay` must lie in [0, 1), got 1.0"),
         (AST(slorb=6), "`sparse.ast.slorb` must be a multiple of four, or 0, got 6"),
         (AST(refresh=0), "`sparse.ast.refresh` must be at least 1 step"),
     ],

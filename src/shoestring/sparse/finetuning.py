@@ -13,7 +13,7 @@ from shoestring.models import slorb
 from shoestring.sparse.masked import Masks
 from shoestring.sparse.masks import row_mask
 from shoestring.sparse.report import ADAPTERS
-from shoestring.sparse.shards import local
+from shoestring.sparse.shards import local, summed
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -36,6 +36,7 @@ class AnnealedMasks(Masks):
         self.squares: dict[str, Tensor] = {}  # of each input of a layer: their running mean, up to a factor a layer
         self.seen: dict[str, Tensor] = {}  # of the step that measures
         self.measuring, self.measured = False, 0
+        self.ratios: dict[str, Tensor] = {}  # of the norms of gradient and weight, in this step
 
     def prepare(self, name: str, weight: Tensor) -> None:
         super().prepare(name, weight)
@@ -76,10 +77,27 @@ class AnnealedMasks(Masks):
 
     @torch.no_grad()
     def before_update(self) -> None:
+        if self.ast.scale == "gradient" and self.factor:
+            self.ratios = self._ratios()
         super().before_update()
         if self.measuring:
             self.measuring = False
             self._remember()
+
+    def _ratios(self) -> dict[str, Tensor]:
+        """‖gradient‖ / ‖weight‖ of each layer, over all ranks with rows of it; FSDP2 spreads all layers alike."""
+        weights = {name: self.job.trained[f"{name}.weight"] for name in self.masks}
+        weights = {name: weight for name, weight in weights.items() if weight.grad is not None}
+        if not weights:
+            return {}
+        pairs = [(local(weight.grad), local(weight)) for weight in weights.values() if weight.grad is not None]
+        squares = torch.stack([torch.stack([_square_sum(tensor) for tensor in pair]) for pair in pairs])
+        summed(squares, next(iter(weights.values())))
+        ratios = (squares[:, 0] / squares[:, 1].clamp_min(torch.finfo(squares.dtype).tiny)).sqrt()
+        return dict(zip(weights, ratios, strict=True))
+
+    def scaled(self, name: str, out: Tensor) -> Tensor:
+        return out * self.ratios[name] if self.ratios else out
 
     def _remember(self) -> None:
         """Blend what ranks that train together have measured into the running means."""
@@ -101,3 +119,8 @@ class AnnealedMasks(Masks):
             self.measured = state_dict["measured"]
             for name, squares in self.squares.items():
                 squares.copy_(state_dict["squares"][name])
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    """In single precision at least; 0-d."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).square()

@@ -115,7 +115,11 @@ class Masks:
                 factors = self.search.factors_of_rows(len(mask), mask.device).to(own.dtype)
                 local(weight.grad).addcmul_(out, own_rows(factors[:, None], weight))
             else:
-                local(weight.grad).add_(out, alpha=self.factor)
+                local(weight.grad).add_(self.scaled(name, out), alpha=self.factor)
+
+    def scaled(self, name: str, out: Tensor) -> Tensor:
+        """What the factor multiplies, of the masked weights of a layer."""
+        return out
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"masks": dict(self.masks), "factor": self.factor, "dense": self.dense}

@@ -150,6 +150,11 @@ class Masked(Sparsity):
         return 0.0
 
     @property
+    def factors_below(self) -> float:
+        """What the factor must be smaller than."""
+        return 1.0
+
+    @property
     def tail_share(self) -> float:
         """The share of the steps, at the end, in which the model is dense."""
         return 0.0
@@ -163,8 +168,8 @@ class Masked(Sparsity):
         Sparsity.check(self, job)
         if self.interval < 1:
             raise ConfigError(f"`{self.name}.refresh` must be at least 1 step, got {self.interval}")
-        if not 0 <= self.factor < 1:
-            raise ConfigError(f"`{self.name}.decay` must lie in [0, 1), got {self.factor}")
+        if not 0 <= self.factor < self.factors_below:
+            raise ConfigError(f"`{self.name}.decay` must lie in [0, {self.factors_below:g}), got {self.factor}")
         for name, share in (("tail", self.tail_share), ("calibrate", self.calibration)):
             if not 0 <= share < 1:
                 raise ConfigError(f"`{self.name}.{name}` is a share of the steps in [0, 1), got {share}")
@@ -276,9 +281,12 @@ class AST(Masked):
     refresh: int = 10
     """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights later.
     The last masks are those of the model that leaves the run."""
-    decay: float = 6e-5
+    decay: float = 1.0
     """Largest factor by which masked weights are added to their gradients, after clipping; a larger one makes masks
     change less."""
+    scale: Literal["gradient", "none"] = "gradient"
+    """Scale of that factor: the norm of the gradient over the norm of the weight, layer by layer (`gradient`), so that
+    one factor suits all models; or `none`, as in AST's paper, where 6e-5 suits models of 100 million parameters."""
     anneal: float = 0.25
     """Share of the steps, at the start, over which the decay factor rises from 0 to its largest value."""
     distillation: float = 0.67
@@ -309,6 +317,10 @@ class AST(Masked):
     @property
     def factor(self) -> float:
         return self.decay
+
+    @property
+    def factors_below(self) -> float:
+        return 1.0 if self.scale == "none" else 100.0
 
     def check(self, job: Job) -> None:
         Masked.check(self, job)
