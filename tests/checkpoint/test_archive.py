@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -98,6 +100,30 @@ def test_ls_lists_what_is_there_in_whatever_state(run, capsys):
     assert capsys.readouterr().out.splitlines()[0].split() == [
         "step", "start", "level", "ranks", "bytes", "state", "time", "path",
     ]  # fmt: skip
+
+
+def test_what_a_run_that_is_alive_renames_and_deletes_is_no_damage(run):
+    """What `ls` looks at beside a process that writes and deletes checkpoints."""
+    (newest,) = (run / "checkpoints").glob("step-00000004-*")
+    aside = newest.with_name(f".{newest.name}.tmp")
+    writing = f"""
+import os, shutil
+newest, aside, final = {str(newest)!r}, {str(aside)!r}, {str(newest.with_name("step-00000006-0000-00000000"))!r}
+print("alive", flush=True)
+while True:
+    shutil.copytree(newest, aside)
+    os.rename(aside, final)
+    os.rename(final, aside)
+    shutil.rmtree(aside)
+"""
+    with subprocess.Popen([sys.executable, "-c", writing], stdout=subprocess.PIPE) as alive:
+        assert alive.stdout is not None and alive.stdout.readline()
+        try:
+            archive = Archive.of(run)
+            found = [checkpoint.state for _ in range(500) for checkpoint in archive.found()]
+        finally:
+            alive.kill()
+    assert set(found) <= {"not committed", COMPLETE}
 
 
 def test_ls_finds_what_a_dead_run_has_in_memory(dead, capsys):

@@ -85,13 +85,9 @@ class Archive:
 
     def _on_disk(self) -> Iterator[FoundCheckpoint]:
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
-            if path.is_file() and path.suffix == ".safetensors":
-                yield FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
-            elif (path / MANIFEST).exists() and not path.name.startswith("."):
-                yield _committed(path)
-            elif path.is_dir():
-                size = sum(each.stat().st_size for each in path.iterdir())
-                yield FoundCheckpoint(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
+            with suppress(FileNotFoundError):  # the run is alive, and has renamed or deleted it meanwhile
+                if found := _found(path):
+                    yield found
 
     def _in_memory(self) -> Iterator[FoundCheckpoint]:
         sealed: dict[Any, list[tuple[Path, Record]]] = {}
@@ -162,6 +158,24 @@ class FoundCheckpoint:
         return exports.opened(self.places) if self.places else exports.one_file(self.path)
 
 
+def _found(path: Path) -> FoundCheckpoint | None:
+    """The checkpoint at a path; None where something else is.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        return FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
+    if (path / MANIFEST).exists() and not path.name.startswith("."):
+        committed = _committed(path)
+        path.stat()  # what has gone since looks damaged
+        return committed
+    if not path.is_dir():
+        return None
+    size = sum(each.stat().st_size for each in path.iterdir())
+    return FoundCheckpoint(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
+
+
 def _committed(path: Path) -> FoundCheckpoint:
     try:
         record = Record.read(path / MANIFEST)
@@ -217,7 +231,8 @@ def _settings(home: Path) -> Tiered:
 
 
 def verified(archive: Archive, step: int | None) -> list[dict[str, Any]]:
-    """The checkpoints, or those of one step, each with its `damage`; what was never committed is not looked at.
+    """The checkpoints, or those of one step, each with its `damage`; what was never committed is not looked at, and
+    what a run that is alive has deleted meanwhile is left out.
 
     Raises:
         CheckpointError: there are none.
@@ -228,7 +243,8 @@ def verified(archive: Archive, step: int | None) -> list[dict[str, Any]]:
     chosen = [
         checkpoint for checkpoint in there if step in (None, checkpoint.step) and checkpoint.state != "not committed"
     ]
-    return [_verified_row(checkpoint, verify(checkpoint)) for checkpoint in chosen]
+    looked_at = [(checkpoint, verify(checkpoint)) for checkpoint in chosen]
+    return [_verified_row(checkpoint, wrong) for checkpoint, wrong in looked_at if checkpoint.path.exists()]
 
 
 def _verified_row(checkpoint: FoundCheckpoint, damage: list[str]) -> dict[str, Any]:
