@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,6 +14,7 @@ from shoestring.report import curves, digest, sections
 from shoestring.report.charts import charts
 from shoestring.report.markup import Markup, embedded, join
 from shoestring.report.reading import RunFolder, read
+from shoestring.storage.whole import write_atomic
 
 STYLE = ("uplot/uPlot.min.css", "page.css")
 SCRIPT = ("uplot/uPlot.iife.min.js", "curves.js", "chart.js", "controls.js")
@@ -52,19 +50,9 @@ def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> st
 
 def save(path: Path, text: str) -> Path:
     """Write `text` to `path` atomically: a reader never sees half a page, and a full disk leaves the old one."""
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        write_atomic(path, text.encode(errors="replace"))
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
         reason = error.strerror or str(error)
         raise ShoestringError(
             f"cannot write {path}: {reason}", hint="free some space or make the folder writable"

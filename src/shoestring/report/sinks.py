@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoestring.storage.whole import write_atomic
+
 _END = 1 << 16  # bytes at the end of a file of JSON lines, in which its last whole row lies
 
 
@@ -43,18 +45,10 @@ class JsonLines:
     def truncate_after(self, step: int) -> None:
         """Drop rows of steps later than `step`, and lines that are not rows; atomically."""
         self._file.close()
-        temporary = self.path.with_name(f".{self.path.name}.part")
         try:
-            with (
-                self.path.open(encoding="utf-8", errors="replace") as old,
-                temporary.open("w", encoding="utf-8") as new,
-            ):
-                new.writelines(line for line in old if _step(line) <= step)
-                new.flush()
-                os.fsync(new.fileno())
-            temporary.replace(self.path)
+            with self.path.open(encoding="utf-8", errors="replace") as old:
+                write_atomic(self.path, (line.encode() for line in old if _step(line) <= step))
         finally:
-            temporary.unlink(missing_ok=True)
             self._file = self._open()
 
     def close(self) -> None:
