@@ -67,7 +67,7 @@ def whole_spec(contest: Contest, figure: Figure) -> tuple[Spec, int, float]:
     """A run of the first seed as long as it needs to DDP's loss; for local steps up to the merge after that."""
     seed, sizes, method = contest.sizes.seeds[0], contest.sizes, figure.method
     target = final(contest.curve(contest.dense, seed), sizes.steps)
-    as_curve = contest.dense if method.kind == "bf16" else method  # taken to need as many steps as DDP
+    as_curve = contest.dense if method.kind in ("ddp", "bf16") else method  # taken to need as many steps as DDP
     needed = steps_to(contest.curve(as_curve, seed), target) or sizes.length
     steps = -int(-needed // method.period) * method.period
     unshaped = contest.curve_spec(method, seed)

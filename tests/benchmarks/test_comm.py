@@ -130,7 +130,9 @@ def test_the_best_peer_comes_first_and_all_are_there(contest):
     assert [peer.value for peer in peers] == sorted((peer.value for peer in peers), reverse=True)
     there = {"ddp", "bf16", "torch", "ours"} | ({"epfml"} if has_epfml() else set())
     assert {peer.method.kind for peer in peers} == there
-    assert len(peers) == len(there)
+    dense = sorted((peer.method.kind, peer.method.bucket_mb) for peer in peers if peer.method.kind in ("ddp", "bf16"))
+    assert dense == [(kind, bucket) for kind in ("bf16", "ddp") for bucket in (1.0, 25.0)]
+    assert len(peers) == len(there) + 2
 
 
 def test_slow_methods_are_measured_for_fewer_steps(contest):
