@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from benchmarks import sparse
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
-from benchmarks.sparse import contest, finetuning, primitives
+from benchmarks.sparse import contest, finetuning, packed, primitives
 
 
 def flags() -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def command(argv: Sequence[str]) -> int:
         return finetuning.FineTuning(folder, check=deadline.check)
 
     def rows() -> list[Bar]:
-        return [*primitives.rows(), *contest.rows(ask), *finetuning.rows(tuning)]
+        return [*primitives.rows(), *packed.rows(), *contest.rows(ask), *finetuning.rows(tuning), *sparse.gpu_rows()]
 
     with tempfile.TemporaryDirectory() as folder:
         return main("sparse", rows, rest, Path(folder) if known.trial else RESULTS)
