@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
 from shoestring import comm
+from shoestring.core.compose import compose
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
+from tests.small_jobs import batch, small_job
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,14 @@ def test_training_on_after_closing_is_plain_ddp(pool, parts, again):
     results = pool.call(attaching.closed, feature=encode(comm.Dense(parts=parts)), again=again)
     assert equal(results)
     assert results[0]["cap"][0] == results[0]["cap"][1]
+
+
+def test_a_job_that_is_finished_early_counts_each_step_once():
+    with compose(small_job(), [comm.DGC(density=0.5)]) as job:
+        for _ in range(3):
+            job.step(batch())
+        job.finish()
+    assert job.trace.facts["wire_steps"] == 3
 
 
 @pytest.mark.parametrize("parts", [1, 2])

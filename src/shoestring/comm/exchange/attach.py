@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,30 +185,19 @@ class _ExchangeMetrics:
 
     def __init__(self, job: Job, coordinator: Coordinator, route: Route) -> None:
         self.job, self.coordinator = job, coordinator
-        whole = sum(coordinator.sizes.values())
-        self.dense = ring_bytes("all-reduce", whole, route.size)
-        self.before = coordinator.sent
-        self.interfaces = interface_bytes()
-        job.trace.facts["wire_without"] = self.dense
+        self.before, self.step = coordinator.sent, job.progress.step
+        job.trace.facts["wire_without"] = ring_bytes("all-reduce", sum(coordinator.sizes.values()), route.size)
 
     def publish(self) -> None:
+        if self.step == self.job.progress.step:  # counted already: `Job.finish` ends at the step that was just done
+            return
+        self.step = self.job.progress.step
         sent, facts = self.coordinator.sent, self.job.trace.facts
         self.job.numbers["wire_mb"] = (sent - self.before) / 1e6
         self.job.numbers["exposed_seconds"] = self.coordinator.exposed
         facts["wire_bytes"] = facts.get("wire_bytes", 0.0) + sent - self.before
         facts["wire_steps"] = facts.get("wire_steps", 0.0) + 1
         facts["wire_exposed"] = facts.get("wire_exposed", 0.0) + self.coordinator.exposed
-        facts["interface_bytes"] = interface_bytes() - self.interfaces
         self.before = sent
         if self.job.progress.step % NORM_EVERY == 0 and "residual" in self.coordinator.codec.state:
             self.job.numbers["residual"] = self.coordinator.codec.norm("residual")
-
-
-def interface_bytes(table: Path = Path("/proc/self/net/dev")) -> int:
-    """Bytes that this host's network interfaces have sent, without loopback; 0 where Linux does not count them."""
-    try:
-        lines = table.read_text().splitlines()[2:]
-    except OSError:
-        return 0
-    rows = (line.partition(":") for line in lines)
-    return sum(int(counters.split()[8]) for name, _, counters in rows if name.strip() != "lo")
