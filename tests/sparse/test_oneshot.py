@@ -164,6 +164,13 @@ def test_the_verb_writes_a_model_that_generates(trained, tmp_path, capsys, metho
     assert main(["generate", str(out), "--tokens", "3"]) == 0
 
 
+def test_the_verb_says_which_layers_stay_dense_and_why(trained, tmp_path, capsys):
+    assert main(["prune", str(trained), "--out", str(tmp_path / "out"), "--layers", "blocks.*.mlp.*"]) == 0
+    said = capsys.readouterr().out
+    assert "4 layers, 60% of the weights" in said
+    assert "dense: blocks.0.attention.qkv and 3 more (no pattern matches)" in said
+
+
 def test_what_the_verb_refuses_in_one_line(trained, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

@@ -60,7 +60,7 @@ def prune(
         batches = [{"inputs": batch} for batch in inputs.to(device).split(BATCH)]
     result = sparse.prune(built, layers, metric=metric, batches=batches)
     built.cpu()
-    yield from _described(result, metric)
+    yield from _described(result, metric, "no pattern matches" if layers else "outside of the blocks")
     if form == "packed":
         packed = save_packed(built, source, out)
         yield f"packed: {len(packed)} layers, the others as they are"
@@ -92,7 +92,7 @@ def _calibration(model: str, source: Path, built: nn.Module, data: str, samples:
         return torch.stack([corpus.train[number]["inputs"] for number in spread])
 
 
-def _described(result: PruningResult, metric: str) -> Iterator[str]:
+def _described(result: PruningResult, metric: str, why_others: str) -> Iterator[str]:
     """What became sparse and what that keeps, by kinds of layers; and what stays dense, by reasons."""
     count = len(result.kept_energy)
     yield f"2:4 by {metric}: {count} layers, {result.share:.0%} of the weights of all linear layers"
@@ -106,7 +106,7 @@ def _described(result: PruningResult, metric: str) -> Iterator[str]:
     for name, why in result.dense.items():
         reasons[why].append(name)
     if result.others:
-        reasons["not asked for"] = result.others
+        reasons[why_others] = result.others
     for why, names in reasons.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"dense: {names[0]}{more} ({why})"
