@@ -28,23 +28,21 @@ def pytest_itemcollected(item):
         raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
 
 
-def pytest_sessionstart(session):
-    if not hasattr(session.config, "workerinput"):
-        session.config.stash[SLOTS] = set(_slots())
+@pytest.fixture(scope="session", autouse=True)
+def slots_of_killed_runs(tmp_path_factory):
+    """Runs that tests kill leave their slots in shared memory, for a restart that never comes.
 
+    Slots go by the folder of a run's checkpoints. Those of other sessions and of real runs stay.
+    """
+    yield
+    if not any((Path("/dev/shm") / f"shoestring-{os.getuid()}").glob("*")):
+        return
+    from shoestring.checkpoint import Tiered
+    from shoestring.checkpoint.tiers.slots import slots_folder
+    from shoestring.core.world import World
 
-def pytest_sessionfinish(session):
-    """Runs that tests kill leave their slots in shared memory, for a restart that never comes."""
-    if not hasattr(session.config, "workerinput"):  # a worker that ends early must not take those of another
-        for left in set(_slots()) - session.config.stash[SLOTS]:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-SLOTS = pytest.StashKey()
-
-
-def _slots():
-    return (Path("/dev/shm") / f"shoestring-{os.getuid()}").glob("*")
+    for folder, _, _ in os.walk(tmp_path_factory.getbasetemp()):
+        shutil.rmtree(slots_folder(Tiered(folder=folder), World(), make=False).parent, ignore_errors=True)
 
 
 QUOTA = 45  # CPU seconds that the quick tests of one area may take
