@@ -3,7 +3,7 @@
 import pytest
 import sharded
 
-from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE
+from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 
@@ -24,6 +24,7 @@ def pool():
         SRSTE(layers=LAYERS, decay=1e-2),
         STE(layers=LAYERS, mask="greedy"),
         SSTE(layers=LAYERS, mvue=True),
+        AST(metric="wanda", refresh=2, slorb=8),
     ],
     ids=str,
 )
