@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.core.errors import DataError
-from shoestring.data.tokens import HEADER_BYTES, IGNORED, MAGIC, TokenDataset, TokenWriter, read_header, verify
+from shoestring.core.task import IGNORED
+from shoestring.data.tokens import HEADER_BYTES, MAGIC, TokenDataset, TokenWriter, read_header, verify
 
 
 def write(path, tokens, vocab_size=1000, **more):

@@ -37,8 +37,8 @@ AREAS: Final = ("precision", "sparse", "memory", "graph", "parallel", "comm", "o
 class Seam(IntEnum):
     """Where a feature attaches; the value is the order of application."""
 
-    MODEL = 10  # change what a module computes; parameter names never change     chain
-    GRAPH = 20  # a pass under torch.compile: wraps `job.backend`                 chain
+    MODEL = 10  # change what a module computes, or add parameters; none renamed  chain
+    GRAPH = 20  # a pass over the graph that torch.compile traces                 chain, one backend
     LOSS = 30  # wrap `job.loss`                                                  chain
     SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh axis
     WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh axis

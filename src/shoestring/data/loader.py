@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.task import IGNORED
 from shoestring.data.order import Order, Shuffled
-from shoestring.data.tokens import IGNORED
 
 Batch = dict[str, Tensor]
 

@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.task import IGNORED
 from shoestring.storage.whole import open_aside, put_in_place
 
 MAGIC = b"SSTOKENS"
 VERSION = 1
 HEADER_BYTES = 1024
-IGNORED = -100
-"""Target that no loss counts; torch's `ignore_index`."""
 _AGAIN = "delete it and prepare the corpus again"
 
 
