@@ -25,12 +25,25 @@ def test_a_run_folder_that_is_in_use_is_refused_and_left_as_it_is(run, tmp_path)
         with ExitStack() as second, pytest.raises(ConfigError, match="`here` is in use by process "):
             run_folder.claim(run, second)
         assert {path.name: path.read_bytes() for path in there.iterdir()} == before
-    there.mkdir()  # as a process that was killed leaves it
-    for name, content in before.items():
+    assert not there.exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", False])
+def test_a_run_that_was_killed_before_its_first_step_is_in_nobodys_way(run, resume):
+    with ExitStack() as killed:
+        there = run_folder.claim(run, killed)
+        left = {path.name: path.read_bytes() for path in there.iterdir()}
+    there.mkdir()
+    for name, content in left.items():
         (there / name).write_bytes(content)
-    with ExitStack() as third:
-        assert run_folder.claim(run, third) == there
-    assert sorted(path.name for path in there.iterdir()) == ["environment.json", "run.toml"]
+    run = replace(run, settings=replace(run.settings, resume=resume))
+    with ExitStack() as again:
+        assert run_folder.claim(run, again) == there
+        (there / "metrics.jsonl").write_text('{"step": 1}\n')
+    if resume is False:
+        with ExitStack() as third, pytest.raises(ConfigError, match="`here` holds a run already"):
+            run_folder.claim(run, third)
+    assert (there / "run.toml").is_file()
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_no_folder(run):

@@ -29,8 +29,8 @@ LOCK = ".lock"
 def claim(run: Run, stack: ExitStack) -> Path:
     """The run's folder, made and proven writable, with the resolved run file and the environment in it.
 
-    It is locked until `stack` is closed, or this process ends; a run that ends before its first step leaves it as it
-    was.
+    It is locked until `stack` is closed, or this process ends. A run that ends before its first step leaves nothing but
+    prepared data; what one left that was killed before is replaced.
 
     Raises:
         ConfigError: it is another run's, in use, holds a run that was not to be resumed, or cannot be written.
@@ -45,8 +45,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
         lock.release()  # another run has taken it in between
     stack.callback(lock.release, remove=True)
     _check(folder, run)
-    if not (folder / "run.toml").exists():
-        stack.callback(_undo, folder)
+    stack.callback(_undo, folder)
     try:
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
         write_atomic(folder / "run.toml", run.dump().encode())
@@ -73,14 +72,19 @@ def _locked(folder: Path) -> Lock:
 
 def _undo(folder: Path) -> None:
     """Undo the claim of a run that ended before its first step, so that the folder can be claimed again."""
-    rows = folder / "metrics.jsonl"
-    if (rows.exists() and rows.stat().st_size) or (folder / "checkpoints").exists():
+    if _has_begun(folder):
         return
-    made = ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", rows.name, LOCK)
+    made = ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", "metrics.jsonl", LOCK)
     with suppress(OSError):  # prepared data stays, and then the folder does; a disk may be read-only by now
         for name in made:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether the run in a folder has done a step."""
+    rows = folder / "metrics.jsonl"
+    return (rows.exists() and rows.stat().st_size > 0) or (folder / "checkpoints").exists()
 
 
 def _free(folder: Path, run: Run) -> Path:
@@ -102,16 +106,18 @@ def _check(folder: Path, run: Run) -> None:
                 f"`{folder}` holds no run to resume", hint="use --run.resume auto to start where there is none"
             )
         return
-    if run.settings.resume is False:
+    begun = _has_begun(folder)
+    if not begun and not (folder / "environment.json").exists():
+        raise ConfigError(
+            f"`{path}` was not written by a run, and the run would replace it", hint="choose another --run.folder"
+        )
+    if run.settings.resume is not False:
+        check_same(folder, run)
+    elif begun or not run.settings.folder:  # a folder that nobody named may be that of a start at the same time
         raise ConfigError(
             f"`{folder}` holds a run already",
             hint="add --run.resume auto to continue it, or choose another --run.folder",
         )
-    if not any((folder / name).exists() for name in ("environment.json", "metrics.jsonl", "checkpoints")):
-        raise ConfigError(
-            f"`{path}` was not written by a run, and the run would replace it", hint="choose another --run.folder"
-        )
-    check_same(folder, run)
 
 
 def check_same(folder: Path, run: Run) -> None:
