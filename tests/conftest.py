@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,15 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds(pid="self"):
     """User and system seconds of a process, of its children that run, and of those that it has waited for."""
+    children = []
     try:
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-        children = [Path(task, "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:  # it has just ended: its parent counts it once it has waited for it
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has just ended
+                children += (thread / "children").read_text().split()
+    except OSError:  # the process has just ended: its parent counts it once it has waited for it
         return 0.0
-    return sum(map(int, times)) / TICKS + sum(cpu_seconds(child) for several in children for child in several)
+    return sum(map(int, times)) / TICKS + sum(map(cpu_seconds, children))
 
 
 def pytest_collection_finish(session):
