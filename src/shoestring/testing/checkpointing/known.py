@@ -28,6 +28,7 @@ from shoestring.core.world import World
 STEPS = 11  # the newest is in own memory only, the one before on peers, and two of the earlier ones on disk
 BETWEEN = 2  # steps between two checkpoints to disk only
 PAGE = 4096  # bytes that a disk writes at once
+REFUSALS = ("damaged or incomplete", "none of them can be used")  # of a run whose checkpoints are all damaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ class Trainee:
         try:
             step = resume(self.checkpointer, "auto")
         except CheckpointError as error:
-            return None, "" if "damaged or incomplete" in str(error) else str(error)
+            return None, "" if any(words in str(error) for words in REFUSALS) else str(error)
         if step is None:
             return None, "" if self.progress.step == 0 else "nothing was found, yet something loaded"
         good = self.progress.step == step and all(same(s.content, s.make(step)) for s in self.states.values())
