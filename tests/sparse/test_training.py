@@ -353,6 +353,14 @@ def test_the_report_shows_layers_and_curves():
         assert not cut.measured
 
 
+def test_a_job_that_is_finished_early_counts_each_step_once():
+    with job(SSTE()) as made:
+        for number in range(3):
+            made.step(batch(number))
+        made.finish()
+        assert made.trace.facts["steps with sparsity"] == made.trace.facts["sparse steps"] == 3
+
+
 def test_what_is_explained_stays_the_same_once_it_is_attached():
     feature = TSRSTE()
     before = feature.explain(ss.Job(net()))

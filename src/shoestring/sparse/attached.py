@@ -53,8 +53,8 @@ class SparseMethod(Protocol):
     def before_update(self) -> None:
         """Between clipping and the optimizer's step."""
 
-    def mask(self, name: str) -> Tensor:
-        """This rank's rows of the mask that a weight would have now; packed."""
+    def mask(self, name: str, weight: Tensor) -> Tensor:
+        """The mask that these rows of a weight, this rank's, would have now; packed."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -102,9 +102,9 @@ class SparseLayers:
 
     def start(self) -> None:
         """Once it is known what is trained, and where."""
-        job = self.job
+        job, trained = self.job, self.job.trained
         for name in list(self.choice.sparse):
-            if why := why_apart(job.trained[f"{name}.weight"], rows_too=self.settings.rows_too):
+            if why := why_apart(trained[f"{name}.weight"], rows_too=self.settings.rows_too):
                 self._leave_dense(name, why)
         with torch.no_grad():
             self.method.start()

@@ -64,8 +64,7 @@ class AnnealedMasks(Masks):
             with torch.no_grad():
                 self.seen[name].add_(args[0].detach().to(self.seen[name]).square().flatten(0, -2).sum(0))
 
-    def scores(self, name: str) -> Tensor:
-        weight = super().scores(name)
+    def scores(self, name: str, weight: Tensor) -> Tensor:
         return weight * self.squares[name].sqrt() if name in self.squares else weight
 
     def before_step(self) -> None:
@@ -86,7 +85,8 @@ class AnnealedMasks(Masks):
 
     def _ratios(self) -> dict[str, Tensor]:
         """‖gradient‖ / ‖weight‖ of each layer, over all ranks with rows of it; FSDP2 spreads all layers alike."""
-        weights = {name: self.job.trained[f"{name}.weight"] for name in self.masks}
+        trained = self.job.trained
+        weights = {name: trained[f"{name}.weight"] for name in self.masks}
         weights = {name: weight for name, weight in weights.items() if weight.grad is not None}
         if not weights:
             return {}

@@ -64,13 +64,13 @@ class Masks:
     def start(self) -> None:
         self._refresh()
 
-    def mask(self, name: str) -> Tensor:
-        """This rank's rows of the mask that the weight would have now; packed."""
-        return pack(self._mask(self.scores(name)))
+    def mask(self, name: str, weight: Tensor) -> Tensor:
+        """The mask that these rows of a weight, this rank's, would have now; packed."""
+        return pack(self._mask(self.scores(name, weight)))
 
-    def scores(self, name: str) -> Tensor:
-        """What this rank's rows of a weight are compared by."""
-        return local(self.job.trained[f"{name}.weight"])
+    def scores(self, name: str, weight: Tensor) -> Tensor:
+        """What the entries of these rows of a weight are compared by."""
+        return weight
 
     def before_step(self) -> None:
         """Go over to the dense tail, end the search, and compute masks where it is time."""
@@ -92,8 +92,10 @@ class Masks:
 
     @torch.no_grad()
     def _refresh(self) -> None:
+        trained = self.job.trained
         for name, mask in self.masks.items():
-            wanted = gathered(self.mask(name), self.job.trained[f"{name}.weight"])
+            weight = trained[f"{name}.weight"]
+            wanted = gathered(self.mask(name, local(weight)), weight)
             if self.search is not None:
                 wanted = self.search.see(name, wanted, self.job.progress.step)
             mask.copy_(wanted)

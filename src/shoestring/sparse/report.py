@@ -52,6 +52,7 @@ class MaskMetrics:
     def __init__(self, job: Job, choice: LinearLayers, method: SparseMethod) -> None:
         self.job, self.choice, self.method = job, choice, method
         self.before: dict[str, Tensor] = {}
+        self.step = job.progress.step
         self.facts = job.trace.facts
         self.facts["sparse weights"] = choice.sparse_weights
         self.facts["linear weights"] = choice.weights
@@ -60,29 +61,37 @@ class MaskMetrics:
     def read(self) -> None:
         """Count the step; at every 25th and the one before, look at the masks that the weights would have."""
         step = self.job.progress.step
+        if step == self.step:  # counted already: `Job.finish` ends at the step that was just done
+            return
+        self.step = step
         self.facts["sparse steps"] = self.facts.get("sparse steps", 0.0) + (not self.method.dense)
         self.facts["steps with sparsity"] = self.facts.get("steps with sparsity", 0.0) + 1
         if (step + 1) % LOOK == 0:
-            self.before = {name: self.method.mask(name) for name in self.choice.sparse}
+            weights = self._weights()
+            self.before = {name: self.method.mask(name, local(weight)) for name, weight in weights.items()}
         elif step % LOOK == 0 and self.before:
             self._look()
 
+    def _weights(self) -> dict[str, Tensor]:
+        trained = self.job.trained
+        return {name: trained[f"{name}.weight"] for name in self.choice.sparse}
+
     @torch.no_grad()
     def _look(self) -> None:
-        flips = []
-        for name, before in self.before.items():
-            weight = self.job.trained[f"{name}.weight"]
+        weights, sums = self._weights(), []
+        for name, weight in weights.items():
             own = local(weight)
-            mask = unpack(self.method.mask(name), own.shape[1])
+            mask = unpack(self.method.mask(name, own), own.shape[1])
             squares, kept = own.double().square(), (own.double() * mask).square()
-            changed = (mask ^ unpack(before, own.shape[1])).double()
-            sums = torch.stack([changed.sum(), kept.sum(), squares.sum()])
-            changed, kept, whole = summed(sums, weight).tolist()
-            flips.append((changed, weight.numel()))
+            changed = (mask ^ unpack(self.before[name], own.shape[1])).double()
+            sums.append(summed(torch.stack([changed.sum(), kept.sum(), squares.sum()]), weight))
+        flips = 0.0
+        for (name, weight), (changed, kept, whole) in zip(weights.items(), torch.stack(sums).tolist(), strict=True):
+            flips += changed
             self.facts[FLIPS + name] = changed / weight.numel()
             self.facts[ENERGY + name] = kept / max(whole, 1e-300)
         self.before = {}
-        self.job.numbers["flip_rate"] = sum(changed for changed, _ in flips) / sum(size for _, size in flips)
+        self.job.numbers["flip_rate"] = flips / sum(weight.numel() for weight in weights.values())
 
 
 def reduction(trace: Trace, products: int) -> Reduction | None:

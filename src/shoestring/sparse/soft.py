@@ -47,8 +47,9 @@ class Shrunk:
 
     def start(self) -> None:
         """The scales, from the weights that training starts with; ranks have the same ones by now."""
+        trained = self.job.trained
         for name, scale in self.scales.items():
-            scale.copy_(least_squares_scale(self.job.trained[f"{name}.weight"]))
+            scale.copy_(least_squares_scale(trained[f"{name}.weight"]))
 
     def before_step(self) -> None:
         return
@@ -56,9 +57,9 @@ class Shrunk:
     def before_update(self) -> None:
         return
 
-    def mask(self, name: str) -> Tensor:
+    def mask(self, name: str, weight: Tensor) -> Tensor:
         """This rank's rows of the mask of the two largest of four, which the threshold leaves; packed."""
-        return pack(row_mask(local(self.job.trained[f"{name}.weight"])))
+        return pack(row_mask(weight))
 
     def state_dict(self) -> dict[str, Any]:
         return {"scales": dict(self.scales)}
