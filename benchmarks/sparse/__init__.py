@@ -1,9 +1,11 @@
 """sparse: training with 2:4 weights.
 
-python -m benchmarks.sparse [--strict] [--only sparse.PREFIX] [--list] [--cache FOLDER] [--budget MINUTES] [--trial]
+python -m benchmarks.sparse [--strict] [--only sparse.PREFIX] [--list] [--budget MINUTES] [--trial]
+    [--runs FOLDER] [--cache FOLDER]
 
-Every training run is stored as one JSON file in the cache and never made twice: a benchmark that was stopped continues
-where it was; delete a file to measure again. With `--trial` runs are short and no row is stored.
+Every training run is stored as one JSON file in `results/runs` and never made twice: a benchmark that was stopped
+continues where it was, in another clone too; delete a file to measure again. With `--trial` runs are short and no row
+is stored.
 """
 
 from __future__ import annotations

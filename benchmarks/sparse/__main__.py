@@ -21,6 +21,7 @@ def flags() -> argparse.ArgumentParser:
     known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "sparse")
     known.add_argument("--budget", type=float, default=float("inf"))
     known.add_argument("--trial", action="store_true")
+    known.add_argument("--runs", type=Path, default=RESULTS / "runs" / "sparse")
     return known
 
 
@@ -28,17 +29,16 @@ def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = flags().parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
+    runs = known.cache / "trial" if known.trial else known.runs
 
     @cache
     def ask() -> contest.Contest:
-        return contest.Contest(known.cache, 60 if known.trial else 600, deadline.check)
+        return contest.Contest(runs / "contest", 60 if known.trial else 600, deadline.check)
 
     @cache
     def tuning() -> finetuning.FineTuning:
-        folder = known.cache / "finetuning"
-        if known.trial:
-            return finetuning.FineTuning(folder, 40, finetuning.RATES[1:2], check=deadline.check)
-        return finetuning.FineTuning(folder, check=deadline.check)
+        steps, rates = (40, finetuning.RATES[1:2]) if known.trial else (finetuning.PRETRAINING, finetuning.RATES)
+        return finetuning.FineTuning(runs / "finetuning", known.cache, steps, rates, check=deadline.check)
 
     def rows() -> list[Bar]:
         return [*primitives.rows(), *packed.rows(), *contest.rows(ask), *finetuning.rows(tuning), *sparse.gpu_rows()]

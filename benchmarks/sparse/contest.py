@@ -18,9 +18,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, git_commit
 from benchmarks.rows import Bar, Measured
 from shoestring.report.sinks import Sink
+from shoestring.storage.whole import write_atomic
 
 RECIPE = ROOT / "src" / "shoestring_recipes" / "quickstart" / "run.toml"
 SEEDS, TUNING_SEED = (1, 2, 3, 4, 5), 100
@@ -95,14 +96,11 @@ class Contest:
 
 
 def stored(path: Path, check: Callable[[], None], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a run gave, as one JSON file; made now if it was not before, and if there is time left."""
+    """What a run gave, as one JSON file with its commit; made now if it was not before, and if there is time left."""
     if not path.exists():
         check()
         path.parent.mkdir(parents=True, exist_ok=True)
-        (path.parent / ".gitignore").write_text("*\n")
-        fresh = path.with_suffix(".fresh")
-        fresh.write_text(json.dumps(make()))
-        fresh.replace(path)
+        write_atomic(path, json.dumps({"commit": git_commit(), **make()}).encode() + b"\n")
     return json.loads(path.read_text())
 
 

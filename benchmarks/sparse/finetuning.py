@@ -1,7 +1,7 @@
 """The quickstart's GPT, trained and then made 2:4: at once, with a fixed mask, and by AST.
 
 The dense model trains once, on 20 million tokens, and every fine-tuning starts from it, with a tenth of its steps. Runs
-are stored as the contest's are; the dense run writes checkpoints, so that one that was stopped continues.
+are stored as the contest's are; the dense run, in the cache, writes checkpoints and continues if it was stopped.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class FineTuning:
     """All runs; `check` raises when the time is up."""
 
     folder: Path
+    cache: Path
+    """Where the dense model is kept, which is too large to be stored beside the rows."""
     steps: int = PRETRAINING
     rates: tuple[float, ...] = RATES
     check: Callable[[], None] = field(default=lambda: None)
@@ -52,7 +54,7 @@ class FineTuning:
         from shoestring.run import parse
         from shoestring.training.loop import train
 
-        folder = self.folder / f"pretrained-{self.steps}"
+        folder = self.cache / f"pretrained-{self.steps}"
 
         def make() -> dict[str, float]:
             document = recipe(self.steps, seed=0)
