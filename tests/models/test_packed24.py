@@ -122,7 +122,7 @@ def test_it_compiles_without_a_break():
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_without_a_compiler_the_weight_is_unpacked(monkeypatch):
+def test_without_a_compiler_the_weight_is_unpacked_which_is_said_once(monkeypatch, caplog):
     weight = pruned(8, 16)
     packed = packed24.pack(weight)
     packed24._kernel.cache_clear(), native.load.cache_clear()
@@ -131,7 +131,10 @@ def test_without_a_compiler_the_weight_is_unpacked(monkeypatch):
         with pytest.raises(native.CompileError, match="needs a C compiler"):
             native.load("packed24")
         x = torch.randn(1, 16)
-        assert torch.equal(packed24.packed_linear(x, *packed), nn.functional.linear(x, weight))
+        for _ in range(2):
+            assert torch.equal(packed24.packed_linear(x, *packed), nn.functional.linear(x, weight))
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "slower than dense ones: `packed24.c` needs a C compiler" in warning
     finally:
         packed24._kernel.cache_clear()
 
