@@ -91,7 +91,7 @@ def bit_identical(_: Deadline) -> float:
 
 
 def throughput(_: Deadline) -> Measured:
-    rounds, warmup, at_once = 12, 2, 3
+    rounds, warmup, at_once = 60, 2, 3  # with 12, the interval is wider than what is looked for
     total = (2 * rounds + warmup) * at_once + 1
     data = _batches(8)
     plain, ours = (_in_turn(loop, at_once) for loop in (_plain(_model(), data, total), _ours(data, total)))
@@ -205,7 +205,7 @@ def rows(run: Path | None = None) -> list[Bar]:
     plain = "a hand-written PyTorch loop"
     return [
         bar("bit-identical", f"losses of {STEPS} steps that are bit-identical", ">=", STEPS, bit_identical, plain),
-        bar("throughput", "tokens per second over those of the loop", ">=", 0.97, throughput, plain),
+        bar("throughput", "tokens per second over those of the loop", ">=", 0.98, throughput, plain),
         bar("two-ranks", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, two_ranks, "one rank"),
         bar("fsdp", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, sharded, "DDP"),
         bar("golden", "largest relative difference of 100 losses", "<=", 1e-4, golden, "tests/golden/losses.json"),
