@@ -36,15 +36,15 @@ class Masks:
     def __init__(self, job: Job, settings: Masked) -> None:
         self.job, self.settings, self.fp8, self.dense = job, settings, False, False
         self.masks: dict[str, Tensor] = {}  # what the forward pass uses, packed
-        self.factor = settings.factor
-        self.search = Search.over(job.progress.total, settings.calibration, settings.factor)
+        self.factor = settings.decay
+        self.search = Search.over(job.progress.total, settings.calibrate, settings.decay)
         kinds: dict[str, Callable[[Tensor], Tensor]] = {
             "rows": row_mask,
-            "transposable": partial(transposable_mask, norm=settings.most_of),
+            "transposable": partial(transposable_mask, norm=settings.norm),
             "greedy": greedy_mask,
             "torch_default": torch_default_mask,
         }
-        self._mask = kinds[settings.kind]
+        self._mask = kinds[settings.mask]
 
     @property
     def two_four(self) -> bool:
@@ -82,12 +82,12 @@ class Masks:
         if self.dense:
             for mask in self.masks.values():
                 mask.fill_(ALL)
-        elif was_dense or progress.step % (self.search.interval if self.search else self.settings.interval) == 0:
+        elif was_dense or progress.step % (self.search.interval if self.search else self.settings.refresh) == 0:
             self._refresh()
         self.job.numbers["decay"] = 0.0 if self.dense else self.factor
 
     def _in_tail(self) -> bool:
-        progress, share = self.job.progress, self.settings.tail_share
+        progress, share = self.job.progress, self.settings.tail
         return bool(progress.total and share) and progress.position >= (1 - share) * progress.total
 
     @torch.no_grad()

@@ -124,53 +124,25 @@ class SSTE(Sparsity):
 class Masked(Sparsity):
     """A way of training through a mask: dense weights get the gradient of the masked ones."""
 
+    # No fields: what holds where a method has no setting of the name, and the bound that `decay` must stay below.
+    mask = "rows"
+    norm: ClassVar[Literal["l1", "l2"]] = "l1"
+    refresh = 1
+    decay, decay_below = 0.0, 1.0
+    calibrate = tail = 0.0
+
     def method(self, job: Job) -> SparseMethod:
         from shoestring.sparse.masked import Masks
 
         return Masks(job, self)
 
-    @property
-    def kind(self) -> MaskName:
-        """Which mask."""
-        return "rows"
-
-    @property
-    def most_of(self) -> Literal["l1", "l2"]:
-        """What transposable masks keep most of."""
-        return "l1"
-
-    @property
-    def interval(self) -> int:
-        """Optimizer steps between two computations of the masks."""
-        return 1
-
-    @property
-    def factor(self) -> float:
-        """What masked weights times this are added to their gradients."""
-        return 0.0
-
-    @property
-    def factors_below(self) -> float:
-        """What the factor must be smaller than."""
-        return 1.0
-
-    @property
-    def tail_share(self) -> float:
-        """The share of the steps, at the end, in which the model is dense."""
-        return 0.0
-
-    @property
-    def calibration(self) -> float:
-        """The share of the steps, at the start, in which the factor is chosen."""
-        return 0.0
-
     def check(self, job: Job) -> None:
         Sparsity.check(self, job)
-        if self.interval < 1:
-            raise ConfigError(f"`{self.name}.refresh` must be at least 1 step, got {self.interval}")
-        if not 0 <= self.factor < self.factors_below:
-            raise ConfigError(f"`{self.name}.decay` must lie in [0, {self.factors_below:g}), got {self.factor}")
-        for name, share in (("tail", self.tail_share), ("calibrate", self.calibration)):
+        if self.refresh < 1:
+            raise ConfigError(f"`{self.name}.refresh` must be at least 1 step, got {self.refresh}")
+        if not 0 <= self.decay < self.decay_below:
+            raise ConfigError(f"`{self.name}.decay` must lie in [0, {self.decay_below:g}), got {self.decay}")
+        for name, share in (("tail", self.tail), ("calibrate", self.calibrate)):
             if not 0 <= share < 1:
                 raise ConfigError(f"`{self.name}.{name}` is a share of the steps in [0, 1), got {share}")
 
@@ -194,14 +166,6 @@ class STE(Masked):
     later."""
 
     @property
-    def kind(self) -> MaskName:
-        return self.mask
-
-    @property
-    def interval(self) -> int:
-        return self.refresh
-
-    @property
     def rows_too(self) -> bool:
         return self.mask != "rows"
 
@@ -213,20 +177,17 @@ class SRSTE(Masked):
     decay: float = 2e-4
     """Factor by which masked weights are added to their gradients; a larger one makes masks change less."""
 
-    @property
-    def factor(self) -> float:
-        return self.decay
-
 
 @dataclass(frozen=True, kw_only=True)
 class TSRSTE(Masked):
     """T-SR-STE (Hu et al., 2024): 2:4 masks that hold for rows and columns, so that forward pass and input gradients
     are both sparse; masked weights decay through their gradients, and training ends dense."""
 
+    mask = "transposable"
     refresh: int = 40
     """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights
     later."""
-    norm: Literal["l1", "l2"] = "l1"
+    norm: Literal["l1", "l2"] = "l1"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Norm that masks keep the most of in each tile of four by four: the sum of magnitudes, or of squares."""
     decay: float = 6e-5
     """Factor by which masked weights are added to their gradients, after clipping; a larger one makes masks change
@@ -241,30 +202,6 @@ class TSRSTE(Masked):
     @property
     def rows_too(self) -> bool:
         return True
-
-    @property
-    def kind(self) -> MaskName:
-        return "transposable"
-
-    @property
-    def interval(self) -> int:
-        return self.refresh
-
-    @property
-    def factor(self) -> float:
-        return self.decay
-
-    @property
-    def tail_share(self) -> float:
-        return self.tail
-
-    @property
-    def calibration(self) -> float:
-        return self.calibrate
-
-    @property
-    def most_of(self) -> Literal["l1", "l2"]:
-        return self.norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,15 +248,7 @@ class AST(Masked):
         return self.slorb > 0
 
     @property
-    def interval(self) -> int:
-        return self.refresh
-
-    @property
-    def factor(self) -> float:
-        return self.decay
-
-    @property
-    def factors_below(self) -> float:
+    def decay_below(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return 1.0 if self.scale == "none" else 100.0
 
     def check(self, job: Job) -> None:
