@@ -1,0 +1,1 @@
+"""Generation from causal language models: fewer forward passes for the same text."""
