@@ -273,7 +273,7 @@ def techniques(area: str, source: str = "the run file") -> dict[str, type[Featur
     exported = [getattr(module, name) for name in names]
     kinds = [each for each in exported if isinstance(each, type) and issubclass(each, Feature)]
     found = {kind.__name__.lower(): kind for kind in kinds if area_of(kind) == area and not isabstract(kind)}
-    if not found:
+    if not found and area not in AREAS:
         hint = f"its features are the subclasses of shoestring.Feature that `import {area}` brings"
         raise ConfigError(f"{source}: the package `{area}` of `run.packages` exports no feature", hint=hint)
     return found
