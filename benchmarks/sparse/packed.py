@@ -16,10 +16,12 @@ from benchmarks.harness import Deadline
 from benchmarks.rows import Bar, Measured
 from benchmarks.timing import paired
 from shoestring.commands.prune import prune
-from shoestring.models.gpt import GPT, GPTConfig, KVCache
+from shoestring.decode.engine import generate
+from shoestring.decode.settings import Sampling
+from shoestring.models.cache import KVCache
+from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
 from shoestring.models.packed24 import PackedLinear, pack, packed, packed_linear
-from shoestring.models.sampling import generate
 from shoestring.models.saving import save_model
 from shoestring.sparse.masks import prune as masked
 from shoestring.sparse.masks import row_mask
@@ -85,8 +87,7 @@ def models(compare: Callable[[GPT, GPT], Measured], _: Deadline) -> Measured:
 def logits(dense: GPT, small: GPT) -> Measured:
     """A token at a time, as a decoder asks: the packed product is taken for few rows only."""
     tokens = torch.randint(512, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    cpu = torch.device("cpu")
-    caches = [(model, KVCache(model.config, 1, device=cpu, dtype=torch.float32)) for model in (dense, small)]
+    caches = [(model, KVCache(1, model.config.context)) for model in (dense, small)]
     gap = 0.0
     for n in range(TOKENS):
         one, other = (model(tokens[:, n : n + 1], cache) for model, cache in caches)
@@ -97,7 +98,7 @@ def logits(dense: GPT, small: GPT) -> Measured:
 def same_tokens(dense: GPT, small: GPT) -> Measured:
     def drawn(model: GPT) -> list[list[int]]:
         double = model.double()
-        return [list(generate(double, [seed], max_new=TOKENS, temperature=1.0, seed=seed)) for seed in range(8)]
+        return [list(generate(double, [seed], max_new=TOKENS, sampling=Sampling(seed=seed))) for seed in range(8)]
 
     one, other = drawn(dense), drawn(small)
     return Measured(float(one == other), f"{sum(map(len, one))} tokens of 8 prompts, drawn at temperature 1, in fp64")

@@ -125,13 +125,26 @@ class Generate:
     """Number of likeliest tokens to sample from; 0 samples from all."""
     top_p: float = 0.95
     """Total probability of the likeliest tokens to sample from (nucleus sampling); 1 samples from all."""
+    min_p: float = 0.0
+    """Least probability of a token that may be sampled, as a fraction of the likeliest token's; 0 samples from all."""
+    repetition_penalty: float = 1.0
+    """Penalty on tokens that the prompt or the text already holds; 1 is no penalty, larger values repeat less."""
     seed: int = 0
     """Seed of the sampling; the same seed gives the same text."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.commands.generate import stream
+        from shoestring.decode.settings import Sampling
 
-        pieces = stream(self.run, self.prompt, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+        pieces = stream(self.run, self.prompt, self.tokens, sampling)
         sys.stdout.write(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
         for piece in pieces:
             sys.stdout.flush()

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoestring.core.errors import ConfigError
 from shoestring.models import gpt
-from shoestring.models.gpt import GPT, GPTConfig, KVCache
+from shoestring.models.cache import KVCache
+from shoestring.models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=61, dim=48, layers=3, heads=6, kv_heads=2, hidden=80, context=24, init_std=0.1)
 
@@ -40,7 +41,7 @@ def rotate_one(vector, position, theta):
 def test_rotary_matches_its_definition():
     heads = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
     config = replace(CONFIG, dim=48, heads=6, rope_theta=100.0)
-    turned = gpt.rotate(heads, *gpt.rotary_table(config, 3, 5, torch.device("cpu")))
+    turned = gpt.rotate(heads, *gpt.rotary_table(config, torch.arange(3, 8)))
     for t in range(5):
         for head in range(2):
             expected = rotate_one(heads[0, t, head].tolist(), 3 + t, 100.0)
@@ -59,26 +60,26 @@ def test_no_token_sees_a_later_one():
 @pytest.mark.parametrize("cuts", [[24], [10, 14], [1] * 24, [9, 1, 1, 6, 7]])
 def test_cached_logits_equal_those_of_the_full_forward(cuts):
     model, batch = build(), tokens()
-    cache = KVCache(CONFIG, 2, device=torch.device("cpu"), dtype=torch.float32)
+    cache = KVCache(2, CONFIG.context)
     pieces = torch.cat([model(piece, cache) for piece in batch.split(cuts, dim=1)], dim=1)
     assert torch.allclose(pieces, model(batch), rtol=0, atol=1e-5)
-    assert cache.room == 0
+    assert cache.lengths == [24, 24]
 
 
 def test_a_shortened_cache_forgets():
     model, batch = build(), tokens()
-    cache = KVCache(CONFIG, 2, device=torch.device("cpu"), dtype=torch.float32)
+    cache = KVCache(2, CONFIG.context)
     with torch.no_grad():
         model(batch[:, :12], cache)
         model((batch[:, 12:20] + 1) % 61, cache)
-        cache.length = 12
+        cache.lengths = [12, 12]
         again = model(batch[:, 12:], cache)
         assert torch.allclose(again, model(batch)[:, 12:], rtol=0, atol=1e-5)
 
 
 def test_more_tokens_than_the_context_are_refused():
     model = build()
-    cache = KVCache(CONFIG, 1, device=torch.device("cpu"), dtype=torch.float32)
+    cache = KVCache(1, CONFIG.context)
     with pytest.raises(ConfigError, match="25 tokens exceed the model's context of 24"):
         model(tokens(1, 25))
     model(tokens(1, 20), cache)

@@ -9,10 +9,11 @@ from torch import nn
 
 from shoestring import native
 from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.decode.engine import generate
+from shoestring.decode.settings import Sampling
 from shoestring.models import packed24, saving
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
-from shoestring.models.sampling import generate
 
 
 def pruned(rows: int, inputs: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -160,7 +161,9 @@ def test_a_packed_folder_opens_as_the_model_that_it_was(sparse_gpt, tmp_path):
     packed, _ = load_model(tmp_path / "packed")
     tokens = torch.randint(64, (1, 20))
     torch.testing.assert_close(packed(tokens), model(tokens), atol=1e-4, rtol=0)
-    drawn = [list(generate(each.double(), [1, 2, 3], max_new=20, seed=5)) for each in (packed, model)]
+    drawn = [
+        list(generate(each.double(), [1, 2, 3], max_new=20, sampling=Sampling(seed=5))) for each in (packed, model)
+    ]
     assert drawn[0] == drawn[1]
     assert (tmp_path / "packed" / "notes.txt").read_text() == "mine"
 

@@ -88,6 +88,10 @@ class Tokenizer:
         """Text of `ids`, end-of-text tokens left out; ids that are no valid UTF-8 give replacement characters."""
         return self.engine.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
 
+    def stream(self) -> TextStream:
+        """Text of tokens that come one after the other."""
+        return TextStream(self)
+
     def decode_documents(self, ids: np.ndarray) -> list[str]:
         """Texts of the documents in `ids`, (n,), each preceded by the end-of-text token."""
         pieces = np.split(ids, np.flatnonzero(ids == self.end_of_text))
@@ -117,6 +121,27 @@ class Tokenizer:
             "model_max_length": context,
         }
         write_atomic(folder / "tokenizer_config.json", json.dumps(table, indent=2).encode())
+
+
+class TextStream:
+    """Text of tokens as they come: a character of several tokens once it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._decoder = decoders.DecodeStream(skip_special_tokens=False)
+        self._incomplete: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that is complete with `token`; end-of-text tokens have none."""
+        if token == self.tokenizer.end_of_text:
+            return ""
+        text = self._decoder.step(self.tokenizer.engine, token)
+        self._incomplete = [] if text else [*self._incomplete, token]
+        return text or ""
+
+    def rest(self) -> str:
+        """The text of tokens that were left incomplete, with replacement characters."""
+        return self.tokenizer.decode(self._incomplete)
 
 
 def _named_end(companions: Mapping[str, bytes], origin: str) -> list[str]:

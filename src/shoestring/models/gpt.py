@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, nearest
+from shoestring.models.cache import KVCache, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,48 +103,39 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, in memory taken once for the whole context.
-
-    `length` tokens are valid; lower it to forget the last ones (a rejected speculation).
-    """
-
-    def __init__(self, config: GPTConfig, batch: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.layers, batch, config.kv_heads, config.context, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # L B K S D
-        self.values = torch.zeros_like(self.keys)
-        self.length = 0
-
-    @property
-    def room(self) -> int:
-        """Tokens that still fit."""
-        return self.keys.shape[3] - self.length
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the (B, K, T, D) `keys` and `values` of new tokens; return those of all S tokens so far."""
-        end = self.length + keys.shape[2]
-        self.keys[layer, :, :, self.length : end] = keys
-        self.values[layer, :, :, self.length : end] = values
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-
-def rotary_table(config: GPTConfig, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (T, D/2) each, of the angles position · theta^(-2i / D), in float32.
+def rotary_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (…, T, D/2) each, of the angles position · theta^(-2i / D), in float32.
 
     Computed at every forward pass: it costs next to nothing, and so there is no buffer to lose on `meta` or in a cast.
+
+    Args:
+        positions: (…, T).
     """
-    even = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = 1.0 / config.rope_theta ** (even / config.head_dim)
-    position = torch.arange(start, start + count, device=device, dtype=torch.float32)
-    angle = position[:, None] * frequency
+    angle = positions.float()[..., None] * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + D/2) of (B, T, heads, D) by its angle: Llama's "rotate half" convention."""
     first, second = heads.chunk(2, dim=-1)
-    cos, sin = cos[:, None].to(heads.dtype), sin[:, None].to(heads.dtype)  # T 1 D/2
+    cos, sin = (table.unsqueeze(-2).to(heads.dtype) for table in (cos, sin))  # T 1 D/2, or B T 1 D/2
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Past:
+    """What the layers of one pass share: the cache, where its tokens go there, and what they see."""
+
+    def __init__(self, cache: KVCache, place: Place) -> None:
+        self.cache, self.place = cache, place
+        count = place.positions.shape[1]
+        if place.aligned and count == place.end:
+            self.seen: dict[str, Any] = {"is_causal": True}
+        elif place.aligned and count == 1:
+            self.seen = {}
+        else:
+            self.seen = {"attn_mask": place.mask()}
 
 
 class Attention(nn.Module):
@@ -155,28 +147,17 @@ class Attention(nn.Module):
         self.qkv = Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, config.init_std)
         self.out = Linear(config.dim, config.dim, config.init_std / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
         q, k = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)  # B H T D, B K T D
         v = heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # B K T D
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, enable_gqa=self.heads > self.kv_heads, **causal(T, k.shape[2], q.device)
-        )
+        if past is not None:
+            k, v = past.cache.append(self.layer, k, v, past.place)
+        seen: dict[str, Any] = {"is_causal": True} if past is None else past.seen
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.heads > self.kv_heads, **seen)
         return self.out(mixed.transpose(1, 2).reshape(B, T, C))
-
-
-def causal(queries: int, keys: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of scaled_dot_product_attention: the last `queries` of `keys` positions see none after themselves."""
-    if queries == keys:
-        return {"is_causal": True}
-    if queries == 1:
-        return {}
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return {"attn_mask": mask}
 
 
 class MLP(nn.Module):
@@ -202,8 +183,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, past)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -229,27 +210,39 @@ class GPT(nn.Module):
             if isinstance(module, Linear | Embedding | nn.RMSNorm):
                 module.reset_parameters()
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, place: Place | None = None, *, last: int | None = None
+    ) -> Tensor:
         """Logits (B, T, V) of the token after each of `tokens` (B, T), int64.
 
         With a `cache` the tokens continue those in it and are added to it.
 
+        Args:
+            place: where they go in the cache, for rows that differ; the caller then lengthens the cache.
+            last: only the logits of so many last tokens are computed; default all.
+
         Raises:
             ConfigError: more tokens than the context, or than the cache has room for.
         """
-        start, count = (cache.length if cache is not None else 0), tokens.shape[1]
-        if start + count > self.config.context:
+        count = tokens.shape[1]
+        own = cache is not None and place is None
+        if cache is not None and place is None:
+            place = cache.place(count, tokens.device)
+        end = count if place is None else place.end
+        if end > self.config.context:
             raise ConfigError(
-                f"{start + count} tokens exceed the model's context of {self.config.context}",
+                f"{end} tokens exceed the model's context of {self.config.context}",
                 hint="shorten the sequence or build the model with a larger `context`",
             )
-        cos, sin = rotary_table(self.config, start, count, tokens.device)
+        past = Past(cache, place) if cache is not None and place is not None else None
+        positions = torch.arange(count, device=tokens.device) if place is None else place.positions
+        cos, sin = rotary_table(self.config, positions)
         x = self.embed(tokens)  # B T C
         for block in self.blocks:
-            x = block(x, cos, sin, cache)
-        if cache is not None:
-            cache.length += count
-        x = self.norm(x)
+            x = block(x, cos, sin, past)
+        if cache is not None and place is not None and own:
+            cache.lengthen(count, place)
+        x = self.norm(x if last is None else x[:, -last:])
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
 
     def flops_per_token(self, sequence: int) -> int:

@@ -20,10 +20,11 @@ from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 from shoestring.data import baselines
+from shoestring.decode.engine import generate
+from shoestring.decode.settings import Sampling
 from shoestring.models import slorb
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import build_model, origin_of
-from shoestring.models.sampling import generate
 from shoestring.models.saving import save_model
 from shoestring.naming import resolve
 from shoestring.report import history_file, timeline
@@ -233,8 +234,8 @@ def _samples(model: nn.Module, run: Run, data: DataSets) -> list[dict[str, str]]
     for index, prompt in enumerate(run.settings.prompts):
         tokens = tokenizer.encode(prompt)
         drawn = generate(
-            model, tokens, max_new=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=index, context=context,
-            stop=[tokenizer.end_of_text],
+            model, tokens, max_new=SAMPLE_TOKENS, sampling=Sampling(temperature=0.8, top_p=0.95, seed=index),
+            context=context, stop=[tokenizer.end_of_text],
         )  # fmt: skip
         samples.append({"prompt": prompt, "text": tokenizer.decode(list(drawn))})
     return samples

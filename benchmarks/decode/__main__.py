@@ -1,0 +1,35 @@
+"""The command line of decode's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import Bar, Deadline, main
+from benchmarks.machine import ROOT
+from benchmarks.rows import RESULTS
+
+
+def flags() -> argparse.ArgumentParser:
+    known = argparse.ArgumentParser(add_help=False)
+    known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "decode")
+    known.add_argument("--budget", type=float, default=float("inf"))
+    known.add_argument("--runs", type=Path, default=RESULTS / "runs" / "decode")
+    return known
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and what the package's docstring says."""
+    known, rest = flags().parse_known_args(argv)
+    Deadline(60 * known.budget)
+
+    def rows() -> list[Bar]:
+        return []
+
+    return main("decode", rows, rest, RESULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
