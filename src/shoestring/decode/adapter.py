@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.models import hf
-from shoestring.models.cache import KVCache, Place
+from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
 
 log = logging.getLogger("shoestring")
@@ -37,7 +37,7 @@ class Adapter(ABC):
         """A cache for `rows` sequences of at most `length` tokens."""
 
     @abstractmethod
-    def logits(self, tokens: Tensor, cache: KVCache, place: Place, last: int | None) -> Tensor:
+    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         """Logits (B, T, V), or of `last` tokens only, of tokens that go into the cache at `place`."""
 
     @torch.inference_mode()
@@ -97,7 +97,7 @@ class OwnModel(Adapter):
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)
 
-    def logits(self, tokens: Tensor, cache: KVCache, place: Place, last: int | None) -> Tensor:
+    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         return self.model(tokens, cache, place, last=last)
 
 
@@ -119,7 +119,7 @@ class Pretrained(Adapter):
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)
 
-    def logits(self, tokens: Tensor, cache: KVCache, place: Place, last: int | None) -> Tensor:
+    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         positions = place.positions.clamp(max=self.context - 1)  # padding behind a full row
         given: dict[str, Any] = {"logits_to_keep": last} if last and self.shortens else {}
         logits = self.model(
@@ -132,7 +132,7 @@ class Pretrained(Adapter):
         ).logits
         return logits if last is None else logits[:, -last:]
 
-    def _masks(self, place: Place) -> Tensor | Mapping[str, Tensor]:
+    def _masks(self, place: CachePlace) -> Tensor | Mapping[str, Tensor]:
         """As the model takes them: one, or one for each kind of its layers."""
         windows = {"full_attention": None, "sliding_attention": self.window}
         if len(set(self.kinds)) > 1:
@@ -140,7 +140,7 @@ class Pretrained(Adapter):
         sliding = self.kinds[0] == "sliding_attention" if self.kinds else True
         return self._mask(place, self.window if sliding else None)
 
-    def _mask(self, place: Place, window: int | None) -> Tensor:
+    def _mask(self, place: CachePlace, window: int | None) -> Tensor:
         mask = place.mask(window)
         if not self.additive:
             return mask
@@ -151,7 +151,7 @@ class Pretrained(Adapter):
 class _Written:
     """What a layer of transformers asks of a cache, in one pass."""
 
-    def __init__(self, cache: KVCache, place: Place) -> None:
+    def __init__(self, cache: KVCache, place: CachePlace) -> None:
         self.cache, self.place = cache, place
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class Whole(Adapter):
     def new_cache(self, rows: int, length: int) -> KVCache:
         return Remembered(rows, length)
 
-    def logits(self, tokens: Tensor, cache: KVCache, place: Place, last: int | None) -> Tensor:
+    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         assert isinstance(cache, Remembered)
         positions = place.positions.cpu().expand(len(tokens), -1)
         held = cache.tokens[place.rows]

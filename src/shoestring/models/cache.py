@@ -17,7 +17,7 @@ from shoestring.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class CachePlace:
     """Where the tokens of a pass, T for each of B rows, go in a cache."""
 
     rows: slice
@@ -53,7 +53,7 @@ class KVCache:
 
     def place(
         self, count: int, device: torch.device, *, rows: slice | None = None, counts: Sequence[int] | None = None
-    ) -> Place:
+    ) -> CachePlace:
         """Where the next `count` tokens of each row go.
 
         Args:
@@ -75,9 +75,9 @@ class KVCache:
         first = torch.tensor(starts[:1] if aligned else starts, device=device)
         # Padding of a full row goes to one more position, which is never attended to.
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=self.length)
-        return Place(rows, positions, end, aligned)
+        return CachePlace(rows, positions, end, aligned)
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor, place: CachePlace) -> tuple[Tensor, Tensor]:
         """Store the (B, K, T, D) `keys` and `values` of new tokens; return those of all S positions of their rows."""
         if layer not in self.layers:
             shape = (self.rows, keys.shape[1], self.length + 1)
@@ -95,7 +95,7 @@ class KVCache:
                 held[row, :, place.positions] = new.transpose(1, 2)
         return stored[0][:, :, : place.end], stored[1][:, :, : place.end]
 
-    def lengthen(self, count: int, place: Place, counts: Sequence[int] | None = None) -> None:
+    def lengthen(self, count: int, place: CachePlace, counts: Sequence[int] | None = None) -> None:
         """Count the tokens of a pass, which every layer has appended, as read."""
         for row, more in zip(range(self.rows)[place.rows], counts or [count] * self.rows, strict=False):
             self.lengths[row] += more

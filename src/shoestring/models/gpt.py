@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.models.cache import KVCache, Place
+from shoestring.models.cache import CachePlace, KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Past:
     """What the layers of one pass share: the cache, where its tokens go there, and what they see."""
 
-    def __init__(self, cache: KVCache, place: Place) -> None:
+    def __init__(self, cache: KVCache, place: CachePlace) -> None:
         self.cache, self.place = cache, place
         count = place.positions.shape[1]
         if place.aligned and count == place.end:
@@ -211,7 +211,7 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, place: Place | None = None, *, last: int | None = None
+        self, tokens: Tensor, cache: KVCache | None = None, place: CachePlace | None = None, *, last: int | None = None
     ) -> Tensor:
         """Logits (B, T, V) of the token after each of `tokens` (B, T), int64.
 
