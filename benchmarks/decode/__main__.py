@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import decode
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
@@ -26,7 +27,7 @@ def command(argv: Sequence[str]) -> int:
     Deadline(60 * known.budget)
 
     def rows() -> list[Bar]:
-        return []
+        return [*decode.gpu_rows()]
 
     return main("decode", rows, rest, RESULTS)
 
