@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, NonFiniteError, ShoestringError
-from shoestring.decode.adapter import Adapter, adapt
+from shoestring.decode.adapter import Adapter, Wanted, adapt
 from shoestring.decode.settings import Sampling
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
@@ -20,12 +20,21 @@ WORTH_COPYING = 16
 """The fewest tokens in common with another row's text for which its keys and values are copied."""
 
 
+class TokenLogprob(NamedTuple):
+    """The natural logarithm of a token's probability by the model alone: before penalties, temperature and filters."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens of the position with theirs, likeliest first; as many as the request wants."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A text to continue.
 
     Raises:
-        ConfigError: no prompt, or a negative number of tokens.
+        ConfigError: no prompt, a negative number of tokens, or values that exclude each other.
     """
 
     tokens: Sequence[int]
@@ -38,12 +47,23 @@ class Request:
     rolling: bool = False
     """Text goes on when the context is full: the oldest quarter of what is seen is then dropped at once, so that the
     rest is read again only rarely. Otherwise it ends there."""
+    logprobs: int | None = None
+    """Also wanted: log-probabilities of the tokens, and of so many of the likeliest at each position."""
+    prompt_logprobs: bool = False
+    """They are wanted of the prompt, too, which is then read whole."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("the prompt has no tokens", hint="begin with the tokenizer's end-of-text token")
         if self.max_new < 0:
             raise ConfigError(f"max_new is {self.max_new}", hint="give 0 or more")
+        if self.rolling and self.prompt_logprobs:
+            raise ConfigError("log-probabilities of a prompt that is cut to the context", hint="turn `rolling` off")
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether nothing is generated: the prompt's log-probabilities are all that is wanted."""
+        return self.max_new == 0 and self.prompt_logprobs and len(self.tokens) > 1
 
 
 @dataclass(eq=False)
@@ -59,6 +79,10 @@ class Row:
     """The first token of `history` that is still seen."""
     fresh: list[int] = field(default_factory=list)
     """The tokens that the newest pass has added."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of `fresh`, where they are wanted; one more where a stop token was next."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt from its second token on, where they are wanted."""
     ending: Ending | None = None
     error: ShoestringError | None = None
     """Why it failed."""
@@ -134,7 +158,7 @@ class Engine:
     def submit(self, request: Request) -> Row:
         """Take a request; it waits until a slot is free."""
         row = Row(request, [int(token) for token in request.tokens])
-        if request.max_new == 0:
+        if request.max_new == 0 and not request.reads_only:
             row.ending = "length"
         else:
             self.waiting.append(row)
@@ -183,9 +207,17 @@ class Engine:
     def _read(self, row: Row) -> list[Row]:
         start = row.begin + self.cache.lengths[row.slot]
         piece = row.history[start : start + self.chunk]
-        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted="last")
+        wanted: Wanted = "all" if row.request.prompt_logprobs else "last"
+        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted=wanted)
         self.counts.chunks += 1
         self.counts.read += len(piece)
+        if row.request.prompt_logprobs:
+            following = row.history[start + 1 : start + 1 + len(piece)]
+            row.prompt_logprobs += logprobs(logits[0, : len(following)], following, row.request.logprobs or 0)
+            logits = logits[:, -1:]
+        if row.request.reads_only and self._unread(row) <= 1:
+            self._end(row, "length")
+            return [row]
         if self._unread(row):
             return []
         return self._extend([row], logits)
@@ -206,15 +238,18 @@ class Engine:
         finite = logits.amax(-1).isfinite().all(-1).tolist()
         for row, fine, own in zip(rows, finite, logits, strict=True):
             if not fine:
+                row.fresh = []
                 row.error = NonFiniteError(f"the model's logits after {len(row.history)} tokens are not finite")
                 self._end(row, "failed")
                 continue
-            self._add(row, [sample(own[0], row)])
+            self._add(row, [sample(own[0], row)], own)
         return rows
 
-    def _add(self, row: Row, tokens: Sequence[int]) -> None:
-        """Append tokens that are final, as far as the request wants them."""
+    def _add(self, row: Row, tokens: Sequence[int], logits: Tensor) -> None:
+        """Append tokens that are final, as far as the request wants them; `logits` (T, V) are the model's at each."""
         row.fresh = []
+        if row.request.logprobs is not None:
+            row.logprobs = logprobs(logits[: len(tokens)], tokens, row.request.logprobs)
         for token in tokens:
             if token in row.request.stop:
                 return self._end(row, "stop")
@@ -244,7 +279,8 @@ class Engine:
                 self._end(row, "failed")
                 continue
             row.begin = window
-            seen = row.history[row.begin : -1]  # at least the last token is read: its logits are wanted
+            # At least the last token is read: its logits are wanted.
+            seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
             common = {slot: _common(seen, self._holds(slot)) for slot in range(len(self.seated))}
             free = [slot for slot, seated in enumerate(self.seated) if seated is None]
             slot = max(free, key=lambda slot: (common[slot], -len(self.held[slot]), -slot))
@@ -279,6 +315,21 @@ def sample(logits: Tensor, row: Row) -> int:
     generator = torch.Generator().manual_seed((sampling.seed * 0x9E3779B97F4A7C15 + len(row.history)) % 2**63)
     p = distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p).cpu()
     return int((p / torch.empty_like(p).exponential_(generator=generator)).argmax())
+
+
+def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of `tokens` (T), each by its logits (T, V), and of the `top` likeliest at each position."""
+    if not tokens:
+        return []
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    total = precise.logsumexp(-1, keepdim=True)
+    chosen = precise.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - total
+    best = precise.topk(min(top, precise.shape[-1]))
+    likeliest = zip(best.indices.tolist(), (best.values - total).tolist(), strict=True)
+    return [
+        TokenLogprob(token, logprob, list(zip(*pair, strict=True)))
+        for token, logprob, pair in zip(tokens, chosen.flatten().tolist(), likeliest, strict=True)
+    ]
 
 
 def window_start(length: int, window: int) -> int:
