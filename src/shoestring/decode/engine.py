@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, NonFiniteError, ShoestringError
-from shoestring.decode.adapter import Adapter, Wanted, adapt
-from shoestring.decode.settings import Sampling
+from shoestring.decode.adapter import Adapter, adapt
+from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.speculation import NOTHING, DraftCounts, Speculator, Verified, verify
+from shoestring.decode.window import common, window_start
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
 
@@ -20,21 +23,12 @@ WORTH_COPYING = 16
 """The fewest tokens in common with another row's text for which its keys and values are copied."""
 
 
-class TokenLogprob(NamedTuple):
-    """The natural logarithm of a token's probability by the model alone: before penalties, temperature and filters."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-    """The likeliest tokens of the position with theirs, likeliest first; as many as the request wants."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A text to continue.
 
     Raises:
-        ConfigError: no prompt, a negative number of tokens, or values that exclude each other.
+        ConfigError: no prompt, or a negative number of tokens.
     """
 
     tokens: Sequence[int]
@@ -47,23 +41,12 @@ class Request:
     rolling: bool = False
     """Text goes on when the context is full: the oldest quarter of what is seen is then dropped at once, so that the
     rest is read again only rarely. Otherwise it ends there."""
-    logprobs: int | None = None
-    """Also wanted: log-probabilities of the tokens, and of so many of the likeliest at each position."""
-    prompt_logprobs: bool = False
-    """They are wanted of the prompt, too, which is then read whole."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("the prompt has no tokens", hint="begin with the tokenizer's end-of-text token")
         if self.max_new < 0:
             raise ConfigError(f"max_new is {self.max_new}", hint="give 0 or more")
-        if self.rolling and self.prompt_logprobs:
-            raise ConfigError("log-probabilities of a prompt that is cut to the context", hint="turn `rolling` off")
-
-    @property
-    def reads_only(self) -> bool:
-        """Whether nothing is generated: the prompt's log-probabilities are all that is wanted."""
-        return self.max_new == 0 and self.prompt_logprobs and len(self.tokens) > 1
 
 
 @dataclass(eq=False)
@@ -79,10 +62,10 @@ class Row:
     """The first token of `history` that is still seen."""
     fresh: list[int] = field(default_factory=list)
     """The tokens that the newest pass has added."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of `fresh`, where they are wanted; one more where a stop token was next."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt from its second token on, where they are wanted."""
+    drafted: list[int] = field(default_factory=list)
+    """The tokens that were drafted for the newest pass."""
+    accepted: int = 0
+    """How many of them, from the first on, the model accepted."""
     ending: Ending | None = None
     error: ShoestringError | None = None
     """Why it failed."""
@@ -113,6 +96,8 @@ class Counts:
     """Tokens of prompts that passed through the model."""
     reused: int = 0
     """Tokens of prompts that were in the cache."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Of speculation."""
 
 
 class Engine:
@@ -129,6 +114,8 @@ class Engine:
         context: int | None = None,
         room: int | None = None,
         chunk: int = 512,
+        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         Args:
@@ -137,6 +124,8 @@ class Engine:
             context: tokens that are seen; default the model's own.
             room: tokens of each text that are kept in memory, if fewer.
             chunk: tokens of a prompt that are read in one pass, between which other texts go on.
+            drafter: proposes tokens, which the model verifies; by default none.
+            speculation: how long drafts are and how they are verified; its `drafter` is not looked at.
 
         Raises:
             ConfigError: a number out of range, or no known context.
@@ -147,6 +136,8 @@ class Engine:
         self.window = min(self.model.context, room or self.model.context)
         self.cache = self.model.new_cache(slots, self.window)
         self.chunk = chunk
+        self.speculation = speculation or Speculation()
+        self.speculator = None if drafter is None else Speculator(drafter, self.speculation)
         self.counts = Counts()
         self.seated: list[Row | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # tokens that the cache holds of texts that have ended
@@ -158,7 +149,7 @@ class Engine:
     def submit(self, request: Request) -> Row:
         """Take a request; it waits until a slot is free."""
         row = Row(request, [int(token) for token in request.tokens])
-        if request.max_new == 0 and not request.reads_only:
+        if request.max_new == 0:
             row.ending = "length"
         else:
             self.waiting.append(row)
@@ -207,49 +198,56 @@ class Engine:
     def _read(self, row: Row) -> list[Row]:
         start = row.begin + self.cache.lengths[row.slot]
         piece = row.history[start : start + self.chunk]
-        wanted: Wanted = "all" if row.request.prompt_logprobs else "last"
-        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted=wanted)
+        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted="last")
         self.counts.chunks += 1
         self.counts.read += len(piece)
-        if row.request.prompt_logprobs:
-            following = row.history[start + 1 : start + 1 + len(piece)]
-            row.prompt_logprobs += logprobs(logits[0, : len(following)], following, row.request.logprobs or 0)
-            logits = logits[:, -1:]
-        if row.request.reads_only and self._unread(row) <= 1:
-            self._end(row, "length")
-            return [row]
         if self._unread(row):
             return []
-        return self._extend([row], logits)
+        self._extend([row], [NOTHING], [logits[0]])
+        return [row]
 
     def _decode(self, rows: list[Row]) -> list[Row]:
+        drafts = [NOTHING] * len(rows)
+        if self.speculator is not None:
+            drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
         first, end = rows[0].slot, rows[-1].slot + 1
-        tokens, counts = torch.zeros(end - first, 1, dtype=torch.int64), [0] * (end - first)
-        for row in rows:
-            tokens[row.slot - first, 0] = row.history[-1]
-            counts[row.slot - first] = 1
+        counts, longest = [0] * (end - first), max(len(draft.tokens) for draft in drafts)
+        tokens = torch.zeros(end - first, longest + 1, dtype=torch.int64)
+        for row, draft in zip(rows, drafts, strict=True):
+            own = [row.history[-1], *draft.tokens]
+            counts[row.slot - first] = len(own)
+            tokens[row.slot - first, : len(own)] = torch.tensor(own)
         logits = self.model.read(tokens, self.cache, rows=slice(first, end), counts=counts)
         self.counts.passes += 1
-        return self._extend(rows, logits[[row.slot - first for row in rows]])
+        own = [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]
+        verified = self._extend(rows, drafts, own)
+        if self.speculator is not None:
+            self.speculator.learn(drafts, verified)
+        return rows
 
-    def _extend(self, rows: list[Row], logits: Tensor) -> list[Row]:
-        """Give each row its next token, of logits (B, 1, V)."""
+    def _room(self, row: Row) -> int:
+        """The most tokens that are worth drafting: one more than stays is always added."""
+        return min(row.request.max_new - len(row), self.window - self.cache.lengths[row.slot]) - 1
+
+    def _extend(self, rows: list[Row], drafts: list[Draft], logits: list[Tensor]) -> list[Verified]:
+        """Give each row its next tokens, of logits (γ + 1, V) that follow its history and each drafted token."""
         # The maximum is NaN when any logit is; minus infinity alone is a token ruled out.
-        finite = logits.amax(-1).isfinite().all(-1).tolist()
-        for row, fine, own in zip(rows, finite, logits, strict=True):
-            if not fine:
-                row.fresh = []
+        finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()
+        verified = verify(rows, drafts, logits, self.speculation.verification)
+        for row, draft, result in zip(rows, drafts, verified, strict=True):
+            fine, finite = finite[: len(draft.tokens) + 1], finite[len(draft.tokens) + 1 :]
+            row.drafted, row.accepted, row.fresh = draft.tokens, result.accepted, []
+            if not all(fine[: result.accepted + 1]):
                 row.error = NonFiniteError(f"the model's logits after {len(row.history)} tokens are not finite")
                 self._end(row, "failed")
                 continue
-            self._add(row, [sample(own[0], row)], own)
-        return rows
+            self.counts.drafts.add(len(draft.tokens), result.accepted)
+            self.cache.lengths[row.slot] -= len(draft.tokens) - result.accepted
+            self._add(row, result.tokens)
+        return verified
 
-    def _add(self, row: Row, tokens: Sequence[int], logits: Tensor) -> None:
-        """Append tokens that are final, as far as the request wants them; `logits` (T, V) are the model's at each."""
-        row.fresh = []
-        if row.request.logprobs is not None:
-            row.logprobs = logprobs(logits[: len(tokens)], tokens, row.request.logprobs)
+    def _add(self, row: Row, tokens: Sequence[int]) -> None:
+        """Append tokens that are final, as far as the request wants them."""
         for token in tokens:
             if token in row.request.stop:
                 return self._end(row, "stop")
@@ -279,16 +277,15 @@ class Engine:
                 self._end(row, "failed")
                 continue
             row.begin = window
-            # At least the last token is read: its logits are wanted.
-            seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
-            common = {slot: _common(seen, self._holds(slot)) for slot in range(len(self.seated))}
+            seen = row.history[row.begin : -1]  # at least the last token is read: its logits are wanted
+            shared = {slot: common(seen, self._holds(slot)) for slot in range(len(self.seated))}
             free = [slot for slot, seated in enumerate(self.seated) if seated is None]
-            slot = max(free, key=lambda slot: (common[slot], -len(self.held[slot]), -slot))
-            best = max(common, key=lambda slot: common[slot])
-            if common[best] >= common[slot] + WORTH_COPYING:
-                self.cache.copy(best, slot, common[best])
+            slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))
+            best = max(shared, key=lambda slot: shared[slot])
+            if shared[best] >= shared[slot] + WORTH_COPYING:
+                self.cache.copy(best, slot, shared[best])
             else:
-                self.cache.lengths[slot] = common[slot]
+                self.cache.lengths[slot] = shared[slot]
             row.slot, row.reused = slot, self.cache.lengths[slot]
             self.counts.reused += row.reused
             self.held[slot] = []
@@ -305,53 +302,16 @@ class Engine:
             self.seated[row.slot] = None
 
 
-def sample(logits: Tensor, row: Row) -> int:
-    """The next token of a row, of its logits (V,)."""
-    from shoestring.models.sampling import distribution
-
-    sampling = row.request.sampling
-    if sampling.greedy:
-        return int(logits.argmax())
-    generator = torch.Generator().manual_seed((sampling.seed * 0x9E3779B97F4A7C15 + len(row.history)) % 2**63)
-    p = distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p).cpu()
-    return int((p / torch.empty_like(p).exponential_(generator=generator)).argmax())
-
-
-def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of `tokens` (T), each by its logits (T, V), and of the `top` likeliest at each position."""
-    if not tokens:
-        return []
-    precise = logits if logits.dtype == torch.float64 else logits.float()
-    total = precise.logsumexp(-1, keepdim=True)
-    chosen = precise.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - total
-    best = precise.topk(min(top, precise.shape[-1]))
-    likeliest = zip(best.indices.tolist(), (best.values - total).tolist(), strict=True)
-    return [
-        TokenLogprob(token, logprob, list(zip(*pair, strict=True)))
-        for token, logprob, pair in zip(tokens, chosen.flatten().tolist(), likeliest, strict=True)
-    ]
-
-
-def window_start(length: int, window: int) -> int:
-    """The first token still seen after `length` tokens: 0 until `window` is full, then steps of a quarter of it."""
-    stride = max(1, window // 4)
-    return max(0, -(-(length - window) // stride) * stride)
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
 def generate(
-    model: nn.Module,
+    model: nn.Module | Adapter,
     tokens: Sequence[int] | Tensor,
     *,
     max_new: int,
     sampling: Sampling | None = None,
     stop: Sequence[int] = (),
     context: int | None = None,
+    drafter: Drafter | None = None,
+    speculation: Speculation | None = None,
 ) -> Iterator[int]:
     """Continue `tokens`, yielding each new token as soon as it is final.
 
@@ -365,6 +325,8 @@ def generate(
         sampling: default a temperature of 1.
         stop: ends at one of these tokens, which is not yielded.
         context: tokens that are seen; default the model's own.
+        drafter: of one row; proposes tokens, which the model verifies.
+        speculation: how long drafts are and how they are verified.
 
     Raises:
         ConfigError: an argument out of range, an empty prompt, or no known context.
@@ -377,11 +339,12 @@ def generate(
         stop=frozenset(stop),
         rolling=True,
     )
-    return _stream(adapt(model, context), request)
+    adapter = model if isinstance(model, Adapter) else adapt(model, context)
+    room = min(adapter.context, len(request.tokens) + request.max_new)
+    return _stream(Engine(adapter, room=room, drafter=drafter, speculation=speculation), request)
 
 
-def _stream(model: Adapter, request: Request) -> Iterator[int]:
-    engine = Engine(model, room=min(model.context, len(request.tokens) + request.max_new))
+def _stream(engine: Engine, request: Request) -> Iterator[int]:
     try:
         row = engine.submit(request)
         while engine.busy:

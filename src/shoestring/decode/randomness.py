@@ -77,7 +77,7 @@ def race(probabilities: Tensor, keys: list[int]) -> list[int]:
     (Daliri, Musco, Suresh 2025).
     """
     device, V = probabilities.device, probabilities.shape[-1]
-    possible = int((probabilities > 0).sum(-1).max())
+    possible = max(int((probabilities > 0).sum(-1).max()), 1)
     if possible * FEW < V:
         probabilities, tokens = probabilities.topk(possible)
     else:

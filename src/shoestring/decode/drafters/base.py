@@ -1,0 +1,38 @@
+"""What the engine asks of a drafter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoestring.decode.engine import Row
+
+
+class Draft(NamedTuple):
+    """Tokens proposed to follow a text, in order, at most as many as were asked for."""
+
+    tokens: list[int]
+    q: Tensor | None = None
+    """The distributions (γ, V) that they were drawn from; None when each was certain, or where verification does not
+    ask for them."""
+
+
+class Drafter(ABC):
+    """Proposes tokens. What it proposes has no influence on the distribution of the text, only on its cost.
+
+    A row's `history` is all verified, and grows in place. A drafter that keeps state keeps it by `row.slot`, and finds
+    out itself what has changed: tokens that were rejected, a new row in the slot, a new `row.begin`.
+    """
+
+    def grades(self, rows: Sequence[Row]) -> Sequence[int]:
+        """How good a draft each row would get, before anything is drafted: a small number that stands for drafts that
+        are about as often accepted, whose acceptance is then measured together; below 0 there is none to offer."""
+        return [0] * len(rows)
+
+    @abstractmethod
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Draft]:
+        """At most `counts` tokens for each row."""
