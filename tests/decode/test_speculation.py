@@ -5,7 +5,7 @@ import torch
 
 from shoestring.core.errors import NonFiniteError
 from shoestring.decode.adapter import OwnModel
-from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine, Request, generate
@@ -52,7 +52,7 @@ class Mixed(Drafter):
 
     def draft(self, rows, counts):
         lengths = [int(torch.randint(count + 1, (1,), generator=self.numbers)) for count in counts]
-        return [Draft(torch.randint(12, (length,), generator=self.numbers).tolist()) for length in lengths]
+        return [DraftTokens(torch.randint(12, (length,), generator=self.numbers).tolist()) for length in lengths]
 
 
 def drafter_of(kind, pair, slots, speculation):
@@ -196,7 +196,7 @@ def test_logits_that_are_not_finite_behind_a_rejected_draft_fail_nothing(pair):
 
     class Elevens(Drafter):
         def draft(self, rows, counts):
-            return [Draft([11] * count) for count in counts]
+            return [DraftTokens([11] * count) for count in counts]
 
     sampling = Sampling(temperature=0)
     options = {"max_new": 20, "sampling": sampling, "drafter": Elevens(), "speculation": Speculation(draft_length=2)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, NonFiniteError, ShoestringError
 from shoestring.decode.adapter import Adapter, adapt
-from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.settings import Sampling, Speculation
 from shoestring.decode.speculation import NOTHING, DraftCounts, Speculator, Verified, verify
 from shoestring.decode.window import common, window_start
@@ -229,7 +229,7 @@ class Engine:
         """The most tokens that are worth drafting: one more than stays is always added."""
         return min(row.request.max_new - len(row), self.window - self.cache.lengths[row.slot]) - 1
 
-    def _extend(self, rows: list[Row], drafts: list[Draft], logits: list[Tensor]) -> list[Verified]:
+    def _extend(self, rows: list[Row], drafts: list[DraftTokens], logits: list[Tensor]) -> list[Verified]:
         """Give each row its next tokens, of logits (γ + 1, V) that follow its history and each drafted token."""
         # The maximum is NaN when any logit is; minus infinity alone is a token ruled out.
         finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()

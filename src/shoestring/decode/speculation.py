@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from shoestring.decode.draft_length import DraftLength
-from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drawing import Positions, draw
 from shoestring.decode.randomness import Purpose, key, race, uniform
 from shoestring.decode.sampling import penalize, probabilities
@@ -20,7 +20,7 @@ from shoestring.decode.verification import common_prefix, one_hot, verify_block,
 if TYPE_CHECKING:
     from shoestring.decode.engine import Row
 
-NOTHING = Draft([])
+NOTHING = DraftTokens([])
 
 
 class Verified(NamedTuple):
@@ -57,7 +57,7 @@ class Speculator:
         self._grades: Sequence[int] = ()
         self._seconds = self._began = 0.0
 
-    def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[Draft]:
+    def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[DraftTokens]:
         """A draft for each row, of at most `rooms` tokens."""
         began = perf_counter()
         self._grades = self.drafter.grades(rows)
@@ -68,14 +68,14 @@ class Speculator:
         self._seconds = self._began - began
         return drafts
 
-    def learn(self, drafts: Sequence[Draft], verified: Sequence[Verified]) -> None:
+    def learn(self, drafts: Sequence[DraftTokens], verified: Sequence[Verified]) -> None:
         """What became of the drafts, right after the pass that verified them."""
         drafted, accepted = [len(draft.tokens) for draft in drafts], [row.accepted for row in verified]
         self.length.learn(self._grades, drafted, accepted, self._seconds, perf_counter() - self._began)
 
 
 def verify(
-    rows: Sequence[Row], drafts: Sequence[Draft], logits: Sequence[Tensor], verification: Verification
+    rows: Sequence[Row], drafts: Sequence[DraftTokens], logits: Sequence[Tensor], verification: Verification
 ) -> list[Verified]:
     """The tokens that each row gets.
 
@@ -104,7 +104,7 @@ def _positions(row: Row, drafted: list[int], logits: Tensor) -> Positions:
     return Positions(logits, [*row.history, *drafted] if drafted else row.history, sampling, keys)
 
 
-def _verify_sampled(row: Row, draft: Draft, logits: Tensor, verification: Verification) -> Verified:
+def _verify_sampled(row: Row, draft: DraftTokens, logits: Tensor, verification: Verification) -> Verified:
     """Token or block verification. Its numbers are of this round alone: a rejection may rest on later positions'."""
     sampling, start, tokens = row.request.sampling, len(row.history), draft.tokens
     p = probabilities(penalize(logits, [*row.history, *tokens], sampling.repetition_penalty), sampling)

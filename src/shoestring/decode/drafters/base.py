@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoestring.decode.engine import Row
 
 
-class Draft(NamedTuple):
+class DraftTokens(NamedTuple):
     """Tokens proposed to follow a text, in order, at most as many as were asked for."""
 
     tokens: list[int]
@@ -34,5 +34,5 @@ class Drafter(ABC):
         return [0] * len(rows)
 
     @abstractmethod
-    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Draft]:
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         """At most `counts` tokens for each row."""

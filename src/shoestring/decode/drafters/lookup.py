@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.drafters.base import Drafter, DraftTokens
 
 if TYPE_CHECKING:
     from shoestring.decode.engine import Row
@@ -56,14 +56,14 @@ class PromptLookup(Drafter):
         """The length of the passage, which tells much about acceptance; -1 where none occurred before."""
         return [self._find(row)[0] - 1 for row in rows]
 
-    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Draft]:
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         """A continuation that reaches the end of the text continues with itself, as repetitions do."""
         drafts = []
         for row, count in zip(rows, counts, strict=True):
             length, place = self._find(row)
             period = len(row.history) - place
             tokens = [row.history[place + step % period] for step in range(count)] if length else []
-            drafts.append(Draft(tokens))
+            drafts.append(DraftTokens(tokens))
         return drafts
 
     def _find(self, row: Row) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoestring.decode.adapter import Adapter
-from shoestring.decode.drafters.base import Draft, Drafter
+from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drawing import Drawn, Positions, draw
 from shoestring.decode.randomness import Purpose, key
 from shoestring.decode.settings import Speculation
@@ -58,7 +58,7 @@ class ModelDrafter(Drafter):
         self.held = [_Held() for _ in range(slots)]
         model.model.eval()
 
-    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Draft]:
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         """One pass for each token of the longest draft, over the rows that still want one."""
         drafts: list[list[Drawn]] = [[] for _ in rows]
         wanted = [min(count, self.margin) for count in counts]
@@ -109,7 +109,7 @@ class ModelDrafter(Drafter):
             own = key(seed, Purpose.DRAFT, len(text), start)
         return Positions(logits, text, row.request.sampling, [own])
 
-    def _result(self, row: Row, drawn: Sequence[Drawn]) -> Draft:
+    def _result(self, row: Row, drawn: Sequence[Drawn]) -> DraftTokens:
         tokens = [token for each in drawn for token in each.tokens]
         chances = [each.chances for each in drawn if each.chances is not None]
-        return Draft(tokens, torch.cat(chances) if chances and not self.invariant else None)
+        return DraftTokens(tokens, torch.cat(chances) if chances and not self.invariant else None)
