@@ -19,6 +19,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from shoestring.commands.checkpoint import Checkpoint
+from shoestring.commands.shrink import PruneModel, QuantizeModel
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
 Workers = int | Literal["auto"]
@@ -154,48 +155,6 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class PruneModel:
-    """Make a trained model 2:4 sparse at once, without training, and write it to a new folder."""
-
-    model: Positional[str]
-    """Run folder, model folder, or hf:NAME."""
-    out: Path
-    """Folder to write the pruned model to, which must be new or empty."""
-    method: Literal["magnitude", "wanda"] = "magnitude"
-    """Score by which two of four weights are kept: their magnitude, or that times the norm of their inputs (wanda),
-    which is measured on text and keeps more of what the model computes."""
-    format: Literal["dense", "packed"] = "dense"
-    """Format of the weights: dense with zeros, which any program reads, or packed, which takes a little over half the
-    bytes and only shoestring reads."""
-    layers: tuple[str, ...] = ()
-    """Patterns of the names of the linear layers to prune; by default all those of the blocks, and neither embeddings
-    nor the head."""
-    data: str = ""
-    """Text on which wanda measures inputs, as run.data names it; defaults to the data of the run that the model is
-    from."""
-    samples: int = 128
-    """Number of samples of text that wanda measures inputs on; more are slower and more exact."""
-    sequence: int = 512
-    """Tokens in each of these samples, at most the context of the model."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring.commands.prune import prune
-
-        for line in prune(
-            self.model,
-            self.out,
-            metric=self.method,
-            form=self.format,
-            layers=self.layers,
-            data=self.data,
-            samples=self.samples,
-            sequence=self.sequence,
-        ):
-            print(line, flush=True)
-        return 0
-
-
-@dataclass(frozen=True)
 class Probe:
     """Measure this cluster: arithmetic and memory of each device, disks, and the links between ranks."""
 
@@ -290,7 +249,14 @@ class VirtualHosts:
         return 0
 
 
-VERBS = {"train": Train, "check": Check, "plan": Plan, "generate": Generate, "prune": PruneModel}
+VERBS = {
+    "train": Train,
+    "check": Check,
+    "plan": Plan,
+    "generate": Generate,
+    "prune": PruneModel,
+    "quantize": QuantizeModel,
+}
 VERBS |= {"probe": Probe, "compare": Compare, "report": Report, "lab": VirtualHosts, "checkpoint": Checkpoint}
 
 

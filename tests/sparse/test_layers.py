@@ -137,3 +137,11 @@ def test_what_check_says():
     assert "no step is faster here: a cpu has no sparse units" in said
     said = SSTE(layers=("blocks.*.mlp.*", "head")).explain(ss.Job(gpt(tied=False, dim=36, hidden=50, heads=6)))
     assert "dense: `blocks.0.mlp.down`" in said
+
+
+def test_gpt2s_transposed_layers_are_left_dense_and_it_is_said():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    choice = choose(transformers.GPT2LMHeadModel(config), [], rows_too=False)
+    assert not choice.sparse and list(choice.dense) == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+    assert "it is a Conv1D" in choice.dense["transformer.h.0.mlp.c_fc"]

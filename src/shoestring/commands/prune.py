@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from shoestring import run as runs
 from shoestring import sparse
-from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.commands.converting import change_of_size, check_new, described, open_source
+from shoestring.core.errors import ConfigError
 from shoestring.core.world import World, own_device
 from shoestring.data import Data
 from shoestring.data.together import prepare
-from shoestring.models.loading import load_model
-from shoestring.models.saving import save_like, save_packed, source_folder
+from shoestring.models.saving import save_like, save_packed
 from shoestring.sparse.oneshot import PruningResult
 
-MEGABYTE = 1e6
 BATCH = 8  # samples that are measured at a time
 
 
@@ -44,14 +43,10 @@ def prune(
         ConfigError: nothing can be pruned, there is no text to measure inputs on, or `out` is not empty.
         CheckpointError: there is no model.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"`{out}` is not empty", hint="name a new folder")
+    check_new(out)
     if samples < 1 or sequence < 1:
         raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
-    source = source_folder(model)
-    if source is None:
-        raise CheckpointError(f"`{model}` holds no model", hint="name a run folder, a model folder or hf:NAME")
-    built, _ = load_model(model)
+    source, built = open_source(model)
     batches: list[dict[str, Tensor]] = []
     if metric == "wanda":
         device = own_device(0)
@@ -66,8 +61,7 @@ def prune(
         yield f"packed: {len(packed)} layers, the others as they are"
     else:
         save_like(built, source, out)
-    before, after = (_bytes(folder) / MEGABYTE for folder in (source, out))
-    yield f"weights: {before:.1f} MB before, {after:.1f} MB after ({after / before:.0%})"
+    yield change_of_size(source, out)
     yield f"written to {out}; fine-tuning wins back loss: run.model = '{model}' and [sparse.ast]"
 
 
@@ -102,15 +96,4 @@ def _described(result: PruningResult, metric: str, why_others: str) -> Iterator[
     for kind, kept in kinds.items():
         spread = f"{min(kept):.3f} to {max(kept):.3f}" if len(kept) > 1 else f"{kept[0]:.3f}"
         yield f"  {kind}: {len(kept)} layers, kept energy {spread}"
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for name, why in result.dense.items():
-        reasons[why].append(name)
-    if result.others:
-        reasons[why_others] = result.others
-    for why, names in reasons.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"dense: {names[0]}{more} ({why})"
-
-
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    yield from described("dense", result.dense | dict.fromkeys(result.others, why_others))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
-from shoestring.models import hf
+from shoestring.models import hf, skinny
 from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
 
@@ -29,6 +29,7 @@ class Adapter(ABC):
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
+        self.products = skinny.Products(model)
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
 
@@ -65,7 +66,8 @@ class Adapter(ABC):
             ConfigError: the cache has no room.
         """
         place = cache.place(tokens.shape[1], self.device, rows=rows, counts=counts)
-        logits = self.logits(tokens.to(self.device), cache, place, 1 if wanted == "last" else None)
+        with self.products:
+            logits = self.logits(tokens.to(self.device), cache, place, 1 if wanted == "last" else None)
         cache.lengthen(tokens.shape[1], place, counts)
         return logits
 

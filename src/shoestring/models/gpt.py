@@ -102,6 +102,10 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """The embedding as the head of the model: (…, C) to (…, V)."""
+        return F.linear(x, self.weight)
+
 
 def rotary_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (…, T, D/2) each, of the angles position · theta^(-2i / D), in float32.
@@ -243,7 +247,7 @@ class GPT(nn.Module):
         if cache is not None and place is not None and own:
             cache.lengthen(count, place)
         x = self.norm(x if last is None else x[:, -last:])
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        return self.embed.logits(x) if self.head is None else self.head(x)
 
     def flops_per_token(self, sequence: int) -> int:
         """FLOPs of forward and backward per trained token: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).

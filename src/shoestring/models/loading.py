@@ -16,7 +16,7 @@ from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf, llama, packed24, slorb
+from shoestring.models import hf, llama, packed24, quantized, slorb
 from shoestring.models.gpt import GPT
 from shoestring.models.saving import MARKER, model_folder
 from shoestring.naming import resolve
@@ -122,13 +122,14 @@ def _from_module(folder: Path) -> nn.Module:
 
 
 def _from_replaced(folder: Path) -> nn.Module:
-    """A model some of whose layers are packed or have adapters: built as its own format has it, then changed."""
+    """A model with layers that are packed, quantised or adapted: built as its own format has it, then changed."""
     config = _config(folder)
     mark = config[MARKER]
     try:
         built = _unfilled(mark["of"], config, folder).to(getattr(torch, mark["dtype"]))
-        packed24.replace(built, mark["layers"]["2:4"])
         slorb.make_room(built, mark["layers"].get(slorb.NAME, {}))
+        packed24.replace(built, mark["layers"]["2:4"])
+        quantized.replace(built, mark["layers"].get("bits", {}))
         load_weights(built, str(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"cannot load the {mark['format']} model in `{folder}`: {error}") from error
@@ -149,6 +150,7 @@ READERS: dict[str, Callable[[Path], nn.Module]] = {
     "module": _from_module,
     "packed": _from_replaced,
     "adapted": _from_replaced,
+    "quantized": _from_replaced,
     "transformers": lambda folder: hf.load(str(folder)),
 }
 """What opens a model folder, by the format that it is marked with."""
@@ -162,7 +164,7 @@ def _start_from(
     form = _format(config, folder)
     if form == "transformers":
         return hf.build(str(folder), arguments, from_data, weights=weights)
-    if form in ("packed", "adapted"):
+    if READERS[form] is _from_replaced:
         raise ConfigError(f"the model in `{folder}` is {form} and cannot be trained", hint="start from the dense model")
     if arguments:
         raise ConfigError(f"the model in `{folder}` takes no arguments, got {', '.join(arguments)}")

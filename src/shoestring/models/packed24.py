@@ -197,7 +197,9 @@ def replace(model: nn.Module, names: Iterable[str]) -> None:
         linear = model.get_submodule(name)
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"`{name}` is a {type(linear).__name__}, not a linear layer")
-        model.set_submodule(name, PackedLinear.like(linear))
+        packed = PackedLinear.like(linear)
+        slorb.carry_over(linear, packed)
+        model.set_submodule(name, packed)
 
 
 def packed(model: nn.Module) -> list[str]:
@@ -221,7 +223,6 @@ def pack_layers(model: nn.Module) -> list[str]:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         packed = PackedLinear.from_linear(linear)
-        if isinstance(factor := getattr(linear, slorb.NAME, None), nn.Parameter):
-            slorb.adapt(packed, factor)
+        slorb.carry_over(linear, packed)
         model.set_submodule(name, packed)
     return names

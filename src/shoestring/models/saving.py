@@ -13,7 +13,7 @@ from torch import nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.models import hf, llama, packed24, slorb
+from shoestring.models import hf, llama, packed24, quantized, slorb
 from shoestring.models.gpt import GPT
 from shoestring.storage.whole import replaced_folder, write_atomic
 
@@ -50,7 +50,7 @@ def save_like(built: nn.Module, source: Path, folder: Path) -> None:
 def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
     """The model's files; with `config` as config.json where its class has no format of its own."""
     own_format = getattr(built, "save_pretrained", None)
-    if slorb.adapted(built):
+    if slorb.adapted(built) or packed24.packed(built) or quantized.quantized(built):
         dtype = next(built.parameters()).dtype
         if isinstance(built, GPT):
             config = llama.to_llama_config(built.config, dtype) | {MARKER: {"format": "gpt"}}
@@ -69,15 +69,15 @@ def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
 
 
 def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
-    """A model some of whose layers are packed or have adapters, with what its plain form has in config.json."""
-    packed, adapted = packed24.packed(built), slorb.adapted(built)
+    """A model with layers that are packed, quantised or adapted, with what its plain form has in config.json."""
+    packed, adapted, bits = packed24.packed(built), slorb.adapted(built), quantized.quantized(built)
     of = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
     dtype = next(tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
     mark = {
-        "format": "packed" if packed else "adapted",
+        "format": "quantized" if bits else "packed" if packed else "adapted",
         "of": of.get("of", of),
         "dtype": str(dtype).removeprefix("torch."),
-        "layers": {"2:4": packed} | ({slorb.NAME: adapted} if adapted else {}),
+        "layers": {"2:4": packed} | ({slorb.NAME: adapted} if adapted else {}) | ({"bits": bits} if bits else {}),
     }
     _save_weights(built, new / "model.safetensors")
     write_atomic(new / "config.json", json.dumps({**config, MARKER: mark}, indent=2).encode())
@@ -99,9 +99,7 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
     names = packed24.pack_layers(built)
     if not names:
         raise ConfigError(f"no linear layer of `{source}` is 2:4", hint="prune the model before packing it")
-    with replaced_folder(folder) as new:
-        _save_replaced(built, new, json.loads((source / "config.json").read_text()))
-        _copy_beside_weights(source, new)
+    save_like(built, source, folder)
     return names
 
 

@@ -48,6 +48,12 @@ def adapt(layer: nn.Module, factor: nn.Parameter) -> Callable[[], None]:
     return undo
 
 
+def carry_over(layer: nn.Module, to: nn.Module) -> None:
+    """Give the module that takes the place of `layer` its adapter, if it has one."""
+    if isinstance(factor := getattr(layer, NAME, None), nn.Parameter):
+        adapt(to, factor)
+
+
 def _add(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
     factor = layer.slorb
     return output + F.linear(block_sums(args[0], factor.shape[1]), factor)

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from shoestring.models.blocks import is_transposed
+
 _FEED_FORWARD = re.compile(
     r"mlp|ffn?|feed_?forward|(gate_?)?(up|gate|down)(_?proj)?|gate_up(_proj)?|w[123]|(c_)?fc[12]?|c_proj|lin(ear)?[12]"
     r"|intermediate|output|wi(_[01])?|wo|dense_h_to_4h|dense_4h_to_h|experts?|DenseReluDense"
@@ -76,10 +78,14 @@ def choose(
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     readers = _fused(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear):
-            continue
-        choice.weights += layer.weight.numel()
         asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default(name)
+        if isinstance(layer, nn.Linear):
+            choice.weights += layer.weight.numel()
+        elif asked and is_transposed(layer):
+            choice.dense[name] = "it is a Conv1D, whose weight is transposed: only nn.Linear can be 2:4"
+            continue
+        else:
+            continue
         if not asked:
             choice.rest[name] = layer
         elif why := _why_dense(layer, uses[id(layer.weight)], readers.get(layer, ""), rows_too):

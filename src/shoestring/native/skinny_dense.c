@@ -1,0 +1,165 @@
+/* y = x W^T for dense weights (fp32 or bf16, row-major) and few rows of x, reading each weight from memory once.
+
+   A decoder's products have one row of x for each token that it reads: 1, or a few where drafts are verified. They are
+   bound by the memory's bandwidth, so what counts is to have enough loads in flight and to read nothing twice. A block
+   of ROWS rows of W times COLUMNS rows of x keeps its sums in vector registers; W is loaded once for all of them.
+
+   Each sum is added up in the same order whatever the number of rows of x: a row of y is the same bit by bit alone and
+   beside others.
+
+   Vectors are those of GCC and Clang (`vector_size`), which any processor can be given. */
+
+#include <stdint.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define MOST_SUMS 24 /* of 32 registers */
+#else
+#define LANES 8
+#define MOST_SUMS 12 /* of 16 */
+#endif
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#define MOST_COLUMNS 8
+#define AHEAD 512 /* bytes of each row that are prefetched before they are needed */
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float float4 __attribute__((vector_size(16)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline floats widened(halves bits) {
+    return (floats)(__builtin_convertvector(bits, words) << 16);
+}
+
+static inline float total(floats v) {
+    float4 parts[LANES / 4];
+    memcpy(parts, &v, sizeof v);
+    for (int width = LANES / 8; width; width /= 2)
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+/* `count` (at most a vector) floats or bf16 from p, with zeros behind them. */
+static inline floats some_floats(const float *p, int64_t count) {
+    floats v = {0};
+    memcpy(&v, p, 4 * count);
+    return v;
+}
+
+static inline halves some_halves(const uint16_t *p, int64_t count) {
+    halves v = {0};
+    memcpy(&v, p, 2 * count);
+    return v;
+}
+
+typedef struct {
+    int64_t inputs, outputs;
+    const void *weight, *x;
+    void *y;
+} Product;
+
+static inline uint16_t rounded(float value) { /* to bf16, to nearest even */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* `rows` rows of W from `row` on times `columns` rows of x; both counts are constants where this is inlined. */
+static inline __attribute__((always_inline)) void block(Product p, int rows, int columns, int bf16, int64_t row, int64_t column) {
+    floats sums[MOST_SUMS];
+    for (int i = 0; i < rows * columns; i++) sums[i] = (floats){0};
+    int64_t k = 0;
+    if (bf16) {
+        const uint16_t *w = (const uint16_t *)p.weight + row * p.inputs, *x = (const uint16_t *)p.x + column * p.inputs;
+#if defined(__AVX512BF16__)
+        for (; k + 2 * LANES <= p.inputs; k += 2 * LANES) {
+            __m512bh weights[8];
+            for (int r = 0; r < rows; r++) {
+                weights[r] = (__m512bh)_mm512_loadu_si512(w + r * p.inputs + k);
+                _mm_prefetch((const char *)(w + r * p.inputs + k) + AHEAD, _MM_HINT_T0);
+            }
+            for (int c = 0; c < columns; c++) {
+                const __m512bh input = (__m512bh)_mm512_loadu_si512(x + c * p.inputs + k);
+                for (int r = 0; r < rows; r++)
+                    sums[r * columns + c] = (floats)_mm512_dpbf16_ps((__m512)sums[r * columns + c], weights[r], input);
+            }
+        }
+#endif
+        for (; k < p.inputs; k += LANES) {
+            const int64_t left = p.inputs - k < LANES ? p.inputs - k : LANES;
+            for (int r = 0; r < rows; r++) {
+                const uint16_t *from = w + r * p.inputs + k;
+                const floats weight = widened(left == LANES ? *(const halves *)from : some_halves(from, left));
+                for (int c = 0; c < columns; c++) {
+                    const uint16_t *input = x + c * p.inputs + k;
+                    sums[r * columns + c] += weight * widened(left == LANES ? *(const halves *)input : some_halves(input, left));
+                }
+            }
+        }
+    } else {
+        const float *w = (const float *)p.weight + row * p.inputs, *x = (const float *)p.x + column * p.inputs;
+        for (; k + LANES <= p.inputs; k += LANES) {
+            floats weights[8];
+            for (int r = 0; r < rows; r++) {
+                weights[r] = *(const floats *)(w + r * p.inputs + k);
+                __builtin_prefetch((const char *)(w + r * p.inputs + k) + AHEAD);
+            }
+            for (int c = 0; c < columns; c++) {
+                const floats input = *(const floats *)(x + c * p.inputs + k);
+                for (int r = 0; r < rows; r++) sums[r * columns + c] += weights[r] * input;
+            }
+        }
+        if (k < p.inputs)
+            for (int r = 0; r < rows; r++) {
+                const floats weight = some_floats(w + r * p.inputs + k, p.inputs - k);
+                for (int c = 0; c < columns; c++)
+                    sums[r * columns + c] += weight * some_floats(x + c * p.inputs + k, p.inputs - k);
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            const float sum = total(sums[r * columns + c]);
+            const int64_t at = (column + c) * p.outputs + row + r;
+            if (bf16)
+                ((uint16_t *)p.y)[at] = rounded(sum);
+            else
+                ((float *)p.y)[at] = sum;
+        }
+}
+
+/* As many rows of W at once as there are registers for sums. */
+#define ROWS_FOR(columns) (MOST_SUMS / (columns) < 8 ? MOST_SUMS / (columns) : 8)
+#define CASE(n) \
+    case n: \
+        for (; row + ROWS_FOR(n) <= end; row += ROWS_FOR(n)) block(p, ROWS_FOR(n), n, bf16, row, column); \
+        for (; row < end; row++) block(p, 1, n, bf16, row, column); \
+        break;
+
+static inline __attribute__((always_inline)) void some_rows(Product p, int columns, int bf16, int64_t row, int64_t end, int64_t column) {
+    switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+}
+
+/* y (columns x outputs) = x (columns x inputs) W^T, all of one type. */
+void skinny_dense(int bf16, int64_t columns, int64_t outputs, int64_t inputs, const void *weight, const void *x, void *y, int threads) {
+    const Product p = {inputs, outputs, weight, x, y};
+    const int64_t step = 24, parts = (outputs + step - 1) / step;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t row = part * step, end = row + step < outputs ? row + step : outputs;
+        for (int64_t column = 0; column < columns; column += MOST_COLUMNS) { /* the rows of W are in a cache by then */
+            const int some = columns - column < MOST_COLUMNS ? (int)(columns - column) : MOST_COLUMNS;
+            if (bf16)
+                some_rows(p, some, 1, row, end, column);
+            else
+                some_rows(p, some, 0, row, end, column);
+        }
+    }
+}
