@@ -35,13 +35,14 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "ste": {"ste": {}},
     "srste": {"srste": {}},
     "sste": {"sste": {}},
+    "step": {"step": {}},
     "ste-transposable": {"ste": {"mask": "transposable", "refresh": 40}},
     "ste-greedy": {"ste": {"mask": "greedy", "refresh": 40}},
     "ste-torch-default": {"ste": {"mask": "torch_default", "refresh": 40}},
     "tsrste": {"tsrste": {"tail": 0.0}},
     "tsrste-tail": {"tsrste": {}},
 }
-BY_ROWS, BOTH_WAYS = ("ste", "srste", "sste"), ("ste-transposable", "tsrste")
+BY_ROWS, BOTH_WAYS = ("ste", "srste", "sste", "step"), ("ste-transposable", "tsrste")
 
 
 @dataclass

@@ -26,6 +26,13 @@ foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
+foreach_addcdiv_ = torch._foreach_addcdiv_  # pyright: ignore[reportPrivateImportUsage]
+foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
+foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
+foreach_mul = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+foreach_sqrt_ = torch._foreach_sqrt_  # pyright: ignore[reportPrivateImportUsage]
+foreach_sub_ = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
 
 # Of 2:4 operands; cuSPARSELt's.
 cslt_compress = torch._cslt_compress  # pyright: ignore[reportPrivateImportUsage]

@@ -9,7 +9,7 @@ from shoestring.memory import Recompute
 from shoestring.optim import Clip
 from shoestring.parallel import FSDP
 from shoestring.precision import Autocast
-from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE
+from shoestring.sparse import AST, SRSTE, SSTE, STE, STEP, TSRSTE
 from shoestring.testing import FeatureSuite
 
 LAYERS = ("blocks.*",)
@@ -59,6 +59,13 @@ class TestFP8(FeatureSuite):
 @pytest.mark.slow
 class TestSRSTE(FeatureSuite):
     feature = SRSTE(layers=LAYERS, decay=1e-3)
+    tolerance = 0.1
+    representative = False
+
+
+@pytest.mark.slow
+class TestSTEP(FeatureSuite):
+    feature = STEP(layers=LAYERS, earliest=0.3, latest=0.3)
     tolerance = 0.1
     representative = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoestring.sparse.settings import AST, SRSTE, SSTE, STE, TSRSTE, Sparsity
+from shoestring.sparse.settings import AST, SRSTE, SSTE, STE, STEP, TSRSTE, Sparsity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoestring.core.task import Batch
     from shoestring.sparse.oneshot import Metric, PruningResult
 
-__all__ = ["AST", "SRSTE", "SSTE", "STE", "TSRSTE", "attach", "prune"]
+__all__ = ["AST", "SRSTE", "SSTE", "STE", "STEP", "TSRSTE", "attach", "prune"]
 
 
 def attach(model: nn.Module, feature: Sparsity, optimizer: Optimizer) -> Job:

@@ -179,6 +179,31 @@ class SRSTE(Masked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class STEP(Masked):
+    """STEP (Lu et al., 2023): train dense until Adam's second moments are stable, then hold them and train through 2:4
+    masks of rows (a baseline). SGD has none to hold."""
+
+    earliest: float = 0.1
+    """Share of the steps that are trained dense at least."""
+    latest: float = 0.5
+    """Share of the steps after which masks begin in any case; earlier where the mean change of second moments in a
+    step, over 1 / (1 - beta2) steps, is below the optimizer's epsilon."""
+
+    def check(self, job: Job) -> None:
+        Masked.check(self, job)
+        if not 0 <= self.earliest <= self.latest < 1:
+            raise ConfigError(
+                f"`{self.name}.earliest` and `latest` are shares with 0 <= earliest <= latest < 1,"
+                f" got {self.earliest} and {self.latest}"
+            )
+
+    def method(self, job: Job) -> SparseMethod:
+        from shoestring.sparse.held import HeldMoments
+
+        return HeldMoments(job, self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TSRSTE(Masked):
     """T-SR-STE (Hu et al., 2024): 2:4 masks that hold for rows and columns, so that forward pass and input gradients
     are both sparse; masked weights decay through their gradients, and training ends dense."""
