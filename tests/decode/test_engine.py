@@ -272,3 +272,44 @@ def test_memory_is_taken_by_layers_that_write():
     cache.append(4, torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8), place)
     assert list(cache.layers) == [4]
     assert cache.nbytes == 2 * 2 * 16 * 8 * 4
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+def log_softmax_by_hand(model, history):
+    return model(torch.tensor([history]))[0].log_softmax(-1).detach()
+
+
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_logprobs_are_the_models_own_whatever_is_sampled_and_however_the_prompt_is_read(long, chunk):
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    engine = Engine(long, slots=2, chunk=chunk)
+    run(engine, [engine.submit(Request(tokens=prompt, max_new=3, sampling=GREEDY))])  # leaves a prefix to reuse
+    asked = Request(
+        tokens=prompt, max_new=4, sampling=Sampling(temperature=0.3, top_k=3), logprobs=2, prompt_logprobs=True
+    )
+    row, found = engine.submit(asked), []
+    other = engine.submit(Request(tokens=[1], max_new=9))
+    while row.ending is None:
+        if row in engine.step():
+            found += row.logprobs
+    assert row.reused == 0
+    assert other.logprobs == []
+    expected = log_softmax_by_hand(long, row.history)[:-1]
+    got = [*row.prompt_logprobs, *found]
+    assert [entry.token for entry in got] == row.history[1:]
+    for entry, wanted in zip(got, expected, strict=True):
+        assert entry.logprob == pytest.approx(float(wanted[entry.token]), abs=1e-9)
+        best = wanted.topk(2)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9])
+def test_logprobs_of_a_prompt_alone_generate_nothing_and_free_the_slot(long, length):
+    engine = Engine(long, chunk=8)
+    row = engine.submit(Request(tokens=list(range(length)), max_new=0, prompt_logprobs=True))
+    run(engine, [row])
+    assert (row.ending, row.text, engine.seated) == ("length", [], [None])
+    assert [(entry.token, entry.top) for entry in row.prompt_logprobs] == [(token, []) for token in range(1, length)]

@@ -97,6 +97,25 @@ def test_greedy_text_is_the_same_by_every_verification(pair, verification):
     )
 
 
+def test_log_probabilities_are_those_of_decoding_without_drafts(pair):
+    request = Request(tokens=[1, 2], max_new=30, sampling=Sampling(seed=4), stop=frozenset({7}), logprobs=2)
+
+    def logprobs(**options):
+        engine = Engine(pair[0], **options)
+        row, found = engine.submit(request), []
+        while engine.busy:
+            engine.step()
+            found += row.logprobs
+        return row.text, found
+
+    speculation = Speculation(draft_length=5)
+    drafter = ModelDrafter(OwnModel(pair[1], CONTEXT), 1, speculation)
+    (text, mine), (_, plain) = logprobs(drafter=drafter, speculation=speculation), logprobs()
+    assert [each.token for each in mine] == [each.token for each in plain]
+    assert [each.token for each in mine][: len(text)] == text
+    assert [each.logprob for each in mine] == pytest.approx([each.logprob for each in plain])
+
+
 def test_the_window_slides_at_the_same_token_with_and_without_drafts():
     target, draft = close_pair(context=16)
     for temperature in (0.0, 1.0):

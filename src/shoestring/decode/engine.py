@@ -5,81 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from shoestring.core.errors import ConfigError, NonFiniteError, ShoestringError
-from shoestring.decode.adapter import Adapter, adapt
+from shoestring.core.errors import ConfigError, NonFiniteError
+from shoestring.decode.adapter import Adapter, Wanted, adapt
 from shoestring.decode.drafters.base import Drafter, DraftTokens
+from shoestring.decode.request import Ending, Request, Row, logprobs
 from shoestring.decode.settings import Sampling, Speculation
 from shoestring.decode.speculation import NOTHING, DraftCounts, Speculator, Verified, verify
 from shoestring.decode.window import common, window_start
 
-Ending = Literal["stop", "length", "cancelled", "failed"]
-
 WORTH_COPYING = 16
 """The fewest tokens in common with another row's text for which its keys and values are copied."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A text to continue.
-
-    Raises:
-        ConfigError: no prompt, or a negative number of tokens.
-    """
-
-    tokens: Sequence[int]
-    """The prompt, at least one token."""
-    max_new: int
-    """The most tokens to generate."""
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: frozenset[int] = frozenset()
-    """The text ends at one of these tokens, which is not part of it."""
-    rolling: bool = False
-    """Text goes on when the context is full: the oldest quarter of what is seen is then dropped at once, so that the
-    rest is read again only rarely. Otherwise it ends there."""
-
-    def __post_init__(self) -> None:
-        if not self.tokens:
-            raise ConfigError("the prompt has no tokens", hint="begin with the tokenizer's end-of-text token")
-        if self.max_new < 0:
-            raise ConfigError(f"max_new is {self.max_new}", hint="give 0 or more")
-
-
-@dataclass(eq=False)
-class Row:
-    """A text that is being generated."""
-
-    request: Request
-    history: list[int]
-    """The prompt and what follows it so far; all of it is final."""
-    slot: int = -1
-    """Its row of the cache; -1 while it waits for one."""
-    begin: int = 0
-    """The first token of `history` that is still seen."""
-    fresh: list[int] = field(default_factory=list)
-    """The tokens that the newest pass has added."""
-    drafted: list[int] = field(default_factory=list)
-    """The tokens that were drafted for the newest pass."""
-    accepted: int = 0
-    """How many of them, from the first on, the model accepted."""
-    ending: Ending | None = None
-    error: ShoestringError | None = None
-    """Why it failed."""
-    reused: int = 0
-    """Tokens of the prompt that did not have to be read, for they were in the cache."""
-
-    @property
-    def text(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.history[len(self.request.tokens) :]
-
-    def __len__(self) -> int:
-        """How many those are."""
-        return len(self.history) - len(self.request.tokens)
 
 
 @dataclass
@@ -149,7 +88,7 @@ class Engine:
     def submit(self, request: Request) -> Row:
         """Take a request; it waits until a slot is free."""
         row = Row(request, [int(token) for token in request.tokens])
-        if request.max_new == 0:
+        if request.max_new == 0 and not request.reads_only:
             row.ending = "length"
         else:
             self.waiting.append(row)
@@ -198,9 +137,17 @@ class Engine:
     def _read(self, row: Row) -> list[Row]:
         start = row.begin + self.cache.lengths[row.slot]
         piece = row.history[start : start + self.chunk]
-        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted="last")
+        wanted: Wanted = "all" if row.request.prompt_logprobs else "last"
+        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted=wanted)
         self.counts.chunks += 1
         self.counts.read += len(piece)
+        if row.request.prompt_logprobs:
+            following = row.history[start + 1 : start + 1 + len(piece)]
+            row.prompt_logprobs += logprobs(logits[0, : len(following)], following, row.request.logprobs or 0)
+            logits = logits[:, -1:]
+        if row.request.reads_only and self._unread(row) <= 1:
+            self._end(row, "length")
+            return [row]
         if self._unread(row):
             return []
         self._extend([row], [NOTHING], [logits[0]])
@@ -234,7 +181,7 @@ class Engine:
         # The maximum is NaN when any logit is; minus infinity alone is a token ruled out.
         finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()
         verified = verify(rows, drafts, logits, self.speculation.verification)
-        for row, draft, result in zip(rows, drafts, verified, strict=True):
+        for row, draft, own, result in zip(rows, drafts, logits, verified, strict=True):
             fine, finite = finite[: len(draft.tokens) + 1], finite[len(draft.tokens) + 1 :]
             row.drafted, row.accepted, row.fresh = draft.tokens, result.accepted, []
             if not all(fine[: result.accepted + 1]):
@@ -243,11 +190,15 @@ class Engine:
                 continue
             self.counts.drafts.add(len(draft.tokens), result.accepted)
             self.cache.lengths[row.slot] -= len(draft.tokens) - result.accepted
-            self._add(row, result.tokens)
+            self._add(row, result.tokens, own)
         return verified
 
-    def _add(self, row: Row, tokens: Sequence[int]) -> None:
-        """Append tokens that are final, as far as the request wants them."""
+    def _add(self, row: Row, tokens: Sequence[int], logits: Tensor) -> None:
+        """Append tokens that are final, as far as the request wants them; `logits` (T, V) are the model's at each."""
+        ends = next((index for index, token in enumerate(tokens, start=1) if token in row.request.stop), len(tokens))
+        tokens = tokens[:ends]
+        if row.request.logprobs is not None:
+            row.logprobs = logprobs(logits[:ends], tokens, row.request.logprobs)
         for token in tokens:
             if token in row.request.stop:
                 return self._end(row, "stop")
@@ -277,7 +228,8 @@ class Engine:
                 self._end(row, "failed")
                 continue
             row.begin = window
-            seen = row.history[row.begin : -1]  # at least the last token is read: its logits are wanted
+            # At least the last token is read: its logits are wanted.
+            seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
             shared = {slot: common(seen, self._holds(slot)) for slot in range(len(self.seated))}
             free = [slot for slot, seated in enumerate(self.seated) if seated is None]
             slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))

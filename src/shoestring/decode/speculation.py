@@ -18,7 +18,7 @@ from shoestring.decode.settings import Speculation, Verification
 from shoestring.decode.verification import common_prefix, one_hot, verify_block, verify_tokens
 
 if TYPE_CHECKING:
-    from shoestring.decode.engine import Row
+    from shoestring.decode.request import Row
 
 NOTHING = DraftTokens([])
 

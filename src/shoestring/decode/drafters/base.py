@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shoestring.decode.engine import Row
+    from shoestring.decode.request import Row
 
 
 class DraftTokens(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shoestring.decode.drafters.base import Drafter, DraftTokens
 
 if TYPE_CHECKING:
-    from shoestring.decode.engine import Row
+    from shoestring.decode.request import Row
 
 LONGEST = 5
 """Tokens of the longest passage that is searched for; longer ones rarely tell more."""

@@ -17,7 +17,7 @@ from shoestring.decode.settings import Speculation
 from shoestring.decode.window import common, window_start
 
 if TYPE_CHECKING:
-    from shoestring.decode.engine import Row
+    from shoestring.decode.request import Row
 
 CHUNK = 512
 """Tokens that are read in one pass."""
