@@ -28,7 +28,7 @@ def oracle(student, teacher, temperature, weights):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0])
 @pytest.mark.parametrize("chunk", [1, 7 * WORDS, 2**22], ids=["row by row", "uneven chunks", "one chunk"])
 def test_value_and_gradient_are_those_of_the_definition(monkeypatch, temperature, chunk):
-    monkeypatch.setattr(distillation, "CHUNK", chunk)
+    monkeypatch.setattr(distillation, "CPU_CHUNK", chunk)
     weights = torch.rand(ROWS, dtype=torch.float64)
     weights[3] = 0
     one, other = (logits(1).requires_grad_() for _ in range(2))
