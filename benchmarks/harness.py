@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import signal
 import sys
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from benchmarks.machine import Environment
+from benchmarks.machine import Environment, git_commit
 from benchmarks.rows import (
     RESULTS,
     Bar,
@@ -30,6 +32,7 @@ from benchmarks.rows import (
 )
 from benchmarks.timing import Paired, commands_cpu_time, paired, paired_commands, run_command
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
+from shoestring.storage.whole import write_atomic
 
 __all__ = [
     "Bar",
@@ -51,6 +54,7 @@ __all__ = [
     "report",
     "run_command",
     "selected",
+    "stored",
 ]
 
 
@@ -91,6 +95,15 @@ class Deadline:
 
 def _out_of_budget(number: int, frame: FrameType | None) -> None:
     raise OutOfBudget
+
+
+def stored(path: Path, check: Callable[[], None], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a run gave, as one JSON file with its commit; made now if it was not before, and if there is time left."""
+    if not path.exists():
+        check()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({"commit": git_commit(), **make()}).encode() + b"\n")
+    return json.loads(path.read_text())
 
 
 def measure(bar: Bar, environment: Environment, deadline: Deadline) -> tuple[Row, bool]:

@@ -6,7 +6,6 @@ was. Learning rates are tuned equally: each method takes the best of three on a 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -18,10 +17,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, git_commit
+from benchmarks.harness import stored
+from benchmarks.machine import ROOT
 from benchmarks.rows import Bar, Measured
 from shoestring.report.sinks import Sink
-from shoestring.storage.whole import write_atomic
 
 RECIPE = ROOT / "src" / "shoestring_recipes" / "quickstart" / "run.toml"
 SEEDS, TUNING_SEED = (1, 2, 3, 4, 5), 100
@@ -94,15 +93,6 @@ class Contest:
         """The gap of each method to dense, and its learning rate."""
         said = (f"{name} {bound(self.gaps(name))} at {self.rates[name]:g}" for name in METHODS if name != "dense")
         return "gap to dense, nats a byte, and learning rate: " + "; ".join(said)
-
-
-def stored(path: Path, check: Callable[[], None], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a run gave, as one JSON file with its commit; made now if it was not before, and if there is time left."""
-    if not path.exists():
-        check()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"commit": git_commit(), **make()}).encode() + b"\n")
-    return json.loads(path.read_text())
 
 
 def recipe(steps: int, *, seed: int, rate: float = 0.0) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import OutOfBudget
+from benchmarks.harness import OutOfBudget, stored
 from benchmarks.rows import Bar, Measured
-from benchmarks.sparse.contest import TUNING_SEED, nats_of, recipe, stored
+from benchmarks.sparse.contest import TUNING_SEED, nats_of, recipe
 
 TOKENS_A_STEP = 8 * 256
 PRETRAINING = 20_000_000 // TOKENS_A_STEP

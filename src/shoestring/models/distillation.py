@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
-from shoestring.core.task import IGNORED, Batch, Output
-from shoestring.models.loading import open_model
+from shoestring.core.task import IGNORED, Batch, Forward, Output, call_model
+from shoestring.models.loading import open_model, outline
 
 Objective = Literal["kl", "tv", "hybrid"]
 
@@ -190,17 +190,20 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return F.log_softmax(logits / temperature if temperature != 1 else logits, -1, dtype=_wide(logits))
 
 
-def acceptance(student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], job: Job) -> float:
-    """E Σ min(p, q) over the tokens of `batches` that count: the share of drafts that are accepted, at temperature 1.
+@torch.no_grad()
+def acceptance(
+    student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], forward: Forward = call_model
+) -> float:
+    """E Σ min(p, q) over the tokens of `batches` that count: the share of drafts that is accepted at temperature 1.
 
-    Both models are called as the job calls its own, in evaluation mode, without gradients; ranks are not averaged.
+    Args:
+        student, teacher: in evaluation mode, on the device of the batches.
     """
     total = count = 0.0
-    with job.evaluating(), job.computing():
-        for batch in batches:
-            drafted, wanted = (logits_of(job.forward(model, batch)) for model in (student, teacher))
-            accepted = token_losses(drafted, wanted).acceptance[counted(batch)]
-            total, count = total + float(accepted.sum()), count + accepted.numel()
+    for batch in batches:
+        drafted, wanted = (logits_of(forward(model, batch)) for model in (student, teacher))
+        accepted = token_losses(drafted, wanted).acceptance[counted(batch)]
+        total, count = total + float(accepted.sum()), count + accepted.numel()
     return total / count if count else math.nan
 
 
@@ -227,6 +230,23 @@ def counted(batch: Batch) -> Tensor:
             hint="give `targets` or `labels` in a mapping, or a pair of inputs and targets",
         )
     return targets != IGNORED
+
+
+def check_vocabulary(student: nn.Module, source: str, what: str) -> None:
+    """Make sure that a model has the vocabulary of the student, as far as their configurations tell; reads no weights.
+
+    Args:
+        source: the model, as `open_model` takes it. what: its name in the message.
+
+    Raises:
+        ConfigError: it has another one, or there is no such model. CheckpointError: its folder holds none.
+    """
+    mine, theirs = (getattr(getattr(each, "config", None), "vocab_size", None) for each in (student, outline(source)))
+    if isinstance(mine, int) and isinstance(theirs, int) and mine != theirs:
+        raise ConfigError(
+            f"`{what}`: `{source}` has {theirs:,} words, and the model that learns from it has {mine:,}",
+            hint="give data.tokenizer the teacher's tokenizer.json, so that both have the same words",
+        )
 
 
 def freeze_teacher(job: Job, name: str, source: str = "") -> nn.Module:

@@ -45,6 +45,27 @@ def open_model(
     return load_model(source)[0]
 
 
+def outline(source: str) -> nn.Module | None:
+    """The model that `open_model` opens, on the meta device: its shape without its weights, which are not read.
+
+    None for `package.module:callable`, which may do anything besides.
+
+    Raises:
+        ConfigError, CheckpointError: as `open_model` does.
+    """
+    if ":" in source and not source.startswith(hf.PREFIX):
+        return None
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        if source.startswith(hf.PREFIX):
+            return build_model(source, {}, {})
+        folder = model_folder(source) or Path(source)
+        config = _config(folder)
+        form, mark = _format(config, folder), config.get(MARKER)
+        if form in ("packed", "adapted"):
+            return _unfilled(config[MARKER]["of"], config, folder)
+        return _unfilled({**(mark if isinstance(mark, dict) else {}), "format": form}, config, folder)
+
+
 def build_model(
     target: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any], seed: int = 0, *, weights: bool = True
 ) -> nn.Module:

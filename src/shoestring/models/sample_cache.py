@@ -77,12 +77,13 @@ class SampleCache:
         self._places |= {key.tobytes(): (path, row) for row, key in enumerate(keys)}
 
     def missing(self, keys: Sequence[bytes]) -> bool:
-        """Whether any of them is not there; others' new segments are looked at before that is said."""
-        for _ in range(2):
-            if all(key in self._places or key in self._unwritten for key in keys):
-                return False
+        """Whether any of them is not there, after a look at what others have written since."""
+        if not self._has(keys):
             self.refresh()
-        return True
+        return not self._has(keys)
+
+    def _has(self, keys: Sequence[bytes]) -> bool:
+        return all(key in self._places or key in self._unwritten for key in keys)
 
     def read(self, keys: Sequence[bytes]) -> dict[str, Tensor]:
         """The tensors of samples that are there, stacked, by name."""

@@ -1,0 +1,143 @@
+"""Drafters of the quickstart's GPT at equal steps: by cross-entropy, by distillation, and by selective distillation.
+
+Learning rates are tuned equally: each method takes the best of three on a seed that is not reported. The fraction of
+the tokens that is selected is chosen on three seeds, and what is reported comes from five fresh ones. The reference of
+a seed is the draft of all-token KL of that seed: the same initial weights, the same order of the data. The target's
+likeliest tokens are cached once, for all runs. Every run is stored as one JSON file and never made twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.harness import OutOfBudget, stored
+from benchmarks.sparse.contest import recipe
+
+TARGET_STEPS, STEPS, BATCH = 1000, 600, 4
+TUNING_SEED, CHOOSING, CONFIRMING = 100, (1, 2, 3), (11, 12, 13, 14, 15)
+RATES = (3e-3, 6e-3, 1.2e-2)
+FRACTIONS = (0.2, 0.4, 0.6, 0.8)
+PAPERS = 0.4
+"""AdaSPEC's fraction, with which the learning rate is tuned."""
+DRAFT = {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "hidden": 176}
+HELD_OUT = 128
+"""Held-out samples on which acceptance is measured: 32,768 tokens, the same for all runs."""
+STUDENT_95 = 2.776
+"""Two-sided 95% quantile of t with 4 degrees of freedom."""
+
+METHODS: Mapping[str, Mapping[str, Any] | None] = {
+    "cross-entropy": None,
+    "kl": {},
+    "tv": {"objective": "tv"},
+    "hybrid": {"objective": "hybrid"},
+}
+"""The settings of [decode.distill] beside teacher, cache and reference, for all tokens."""
+
+
+@dataclass
+class Drafters:
+    """All runs; `check` raises when the time is up."""
+
+    folder: Path
+    cache: Path
+    """Where the target, its cached tokens and the references are, which are too large to be stored beside the rows."""
+    steps: int = STEPS
+    rates: tuple[float, ...] = RATES
+    check: Callable[[], None] = field(default=lambda: None)
+
+    @cached_property
+    def target(self) -> Path:
+        """The folder of the target's run; trained now if it was not before."""
+        folder = self.cache / f"target-{TARGET_STEPS}"
+        if not (folder / "model").is_dir():
+            self.check()
+            document = recipe(TARGET_STEPS, seed=0)
+            document["run"] |= {"folder": str(folder), "resume": "auto"}
+            if train(document, self._out_of_time).status != "finished":
+                raise OutOfBudget
+        return folder
+
+    def _out_of_time(self) -> bool:
+        try:
+            self.check()
+        except OutOfBudget:
+            return True
+        return False
+
+    def run(self, method: str, rate: float, seed: int, fraction: float = 1.0) -> dict[str, float]:
+        """Acceptance on held-out text and held-out nats a token; the run is made now if it was not before."""
+        name = f"{method}-{fraction:g}-{rate:g}-{seed}-{self.steps}"
+        return stored(self.folder / f"{name}.json", self.check, lambda: self._make(method, rate, seed, fraction))
+
+    def _make(self, method: str, rate: float, seed: int, fraction: float) -> dict[str, float]:
+        settings, reference = METHODS[method], ""
+        if fraction < 1:
+            reference = str(self.reference(seed))
+        document = recipe(self.steps, seed=seed, rate=rate)
+        document["run"] |= {"data": str(self.target / "train.tokens"), "batch": BATCH}
+        document["model"] = DRAFT
+        if settings is not None:
+            cached = {"teacher": str(self.target), "cache": str((self.cache / "teacher").absolute())}
+            selection = {"reference": reference, "fraction": fraction}
+            document["decode"] = {"distill": {**settings, **cached, **selection}}
+        with TemporaryDirectory() as scratch:
+            kept = self._reference(rate, seed) if (method, fraction) == ("kl", 1.0) else Path(scratch) / "run"
+            document["run"] |= {"folder": str(kept), "resume": "auto"}
+            metrics = train(document).metrics
+            return {"acceptance": held_out(kept, self.target), "nats": metrics["held_out_loss"]}
+
+    def reference(self, seed: int) -> Path:
+        """The folder of the draft of all-token KL."""
+        rate = self.rate("kl")
+        folder = self._reference(rate, seed)
+        self.run("kl", rate, seed)
+        if not (folder / "model").is_dir():  # stored, and its model is not in this cache
+            self._make("kl", rate, seed, 1.0)
+        return folder
+
+    def _reference(self, rate: float, seed: int) -> Path:
+        return self.cache / f"reference-{rate:g}-{seed}-{self.steps}"
+
+    def rate(self, method: str, fraction: float = 1.0) -> float:
+        """The best learning rate of a method on the seed for tuning."""
+        return max(self.rates, key=lambda rate: self.run(method, rate, TUNING_SEED, fraction)["acceptance"])
+
+    def acceptance(self, method: str, fraction: float = 1.0, seeds: Sequence[int] = CONFIRMING) -> list[float]:
+        """One for each seed, in percent."""
+        rate = self.rate(method, PAPERS if fraction < 1 else 1.0)
+        return [100 * self.run(method, rate, seed, fraction)["acceptance"] for seed in seeds]
+
+    @cached_property
+    def fraction(self) -> float:
+        """The fraction below 1 with the highest mean acceptance on the seeds for choosing."""
+        return max(FRACTIONS, key=lambda share: statistics.fmean(self.acceptance("kl", share, CHOOSING)))
+
+
+def train(document: dict[str, Any], stop: Callable[[], bool] | None = None) -> Any:
+    """The result of a run."""
+    import logging
+
+    from shoestring.core.world import World
+    from shoestring.run import parse
+    from shoestring.training import loop
+
+    logging.getLogger("shoestring").setLevel(logging.WARNING)
+    return loop.train(parse(document, name="drafters"), World(), stop=stop)
+
+
+def held_out(draft: Path, target: Path) -> float:
+    """E Σ min(p, q) of a draft on held-out text of its target."""
+    from shoestring.data.loader import sweep
+    from shoestring.data.tokens import TokenDataset
+    from shoestring.models.distillation import acceptance
+    from shoestring.models.loading import open_model
+
+    text = TokenDataset(target / "held_out.tokens", 256, pad_last=True)
+    models = open_model(str(draft)), open_model(str(target))
+    return acceptance(*models, sweep(text, batch=8, limit=HELD_OUT))

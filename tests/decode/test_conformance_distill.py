@@ -1,0 +1,24 @@
+"""What every feature must keep to, for the distillation of drafters."""
+
+import pytest
+
+from shoestring.decode import Distill
+from shoestring.testing import FeatureSuite
+
+TEACHER, REFERENCE = "drafting:teacher", "drafting:reference"
+
+
+class TestDistill(FeatureSuite):
+    """Selection by a reference: its threshold is kept, and is the same on all ranks."""
+
+    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.5)
+    tolerance = 0.1
+
+
+@pytest.mark.slow
+class TestDistillCached(FeatureSuite):
+    """From the likeliest tokens of the teacher, which the run's folder keeps."""
+
+    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=16)
+    tolerance = 0.1
+    representative = False
