@@ -76,6 +76,37 @@ class Check:
 
 
 @dataclass(frozen=True)
+class DistillDrafter:
+    """Train a small model to draft for a large one: first a reference on all tokens, then the draft on those that are
+    worth learning."""
+
+    source: Positional[str]
+    """Run file with a table [decode.distill], run folder, or name of a recipe. Each stage writes to a folder of its own
+    inside the run folder."""
+    workers: Workers = 0
+    """Ranks to start on this host. 0 starts one for each GPU, or one where there is none; auto starts up to two on a
+    CPU. Not used under torchrun."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides)
+        workers = 0 if "RANK" in os.environ else _number_of_workers(self.workers)
+        if workers > 1:
+            from shoestring.distributed.launch import launch
+
+            return launch([*_debug_flag(), "distill", self.source, *overrides], workers)
+        from shoestring.commands.distill import distill
+        from shoestring.distributed.join import join
+        from shoestring.report.recorder import Recorder
+
+        with Recorder() as record, join(timeout=resolved.settings.timeout) as world:
+            _silence_other_ranks(world.first)
+            status = distill(resolved, world, record, say=print if world.first else len)
+        return 0 if status == "finished" else 130
+
+
+@dataclass(frozen=True)
 class Plan:
     """Predict the step time under each gradient exchange from a short trial, and write a run file with the best one."""
 
@@ -249,15 +280,9 @@ class VirtualHosts:
         return 0
 
 
-VERBS = {
-    "train": Train,
-    "check": Check,
-    "plan": Plan,
-    "generate": Generate,
-    "prune": PruneModel,
-    "quantize": QuantizeModel,
-}
-VERBS |= {"probe": Probe, "compare": Compare, "report": Report, "lab": VirtualHosts, "checkpoint": Checkpoint}
+VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate}
+VERBS |= {"prune": PruneModel, "quantize": QuantizeModel, "probe": Probe, "compare": Compare, "report": Report}
+VERBS |= {"lab": VirtualHosts, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return_unknown_args=True,
             config=(OmitArgPrefixes,),
         )
-        if rest and not isinstance(verb, Train | Check | Plan):
+        if rest and not isinstance(verb, Train | Check | Plan | DistillDrafter):
             raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
         return verb(command if isinstance(verb, VirtualHosts) else rest)
     except ShoestringError as error:

@@ -1,9 +1,8 @@
-"""Distillation: a student learns from the logits of a teacher (Hinton et al., 2015), beside or in place of its own loss."""
+"""Distillation: a student learns from the logits of a teacher (Hinton et al., 2015)."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -193,18 +192,20 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 @torch.no_grad()
 def acceptance(
     student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], forward: Forward = call_model
-) -> float:
-    """E Σ min(p, q) over the tokens of `batches` that count: the share of drafts that is accepted at temperature 1.
+) -> tuple[float, int]:
+    """(sum of Σ min(p, q) over the tokens of `batches` that count, their number) at temperature 1.
+
+    Their ratio is the share of drafted tokens that is accepted, where drafts follow text as it is in the batches.
 
     Args:
         student, teacher: in evaluation mode, on the device of the batches.
     """
-    total = count = 0.0
+    total, count = 0.0, 0
     for batch in batches:
         drafted, wanted = (logits_of(forward(model, batch)) for model in (student, teacher))
         accepted = token_losses(drafted, wanted).acceptance[counted(batch)]
         total, count = total + float(accepted.sum()), count + accepted.numel()
-    return total / count if count else math.nan
+    return total, count
 
 
 def logits_of(output: Output) -> Tensor:

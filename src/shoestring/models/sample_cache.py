@@ -1,4 +1,4 @@
-"""Tensors that were computed for samples, on disk by a hash of the sample: a teacher's logits for the next epoch or run.
+"""Tensors computed for samples, on disk by a hash of the sample: a teacher's logits for later epochs and runs.
 
 A cache is a folder of segments, each a safetensors file that appears complete or not at all. Processes write segments
 of their own and read those of all, so several ranks, runs and trials may share a folder, and a killed one loses what it
@@ -47,8 +47,8 @@ class SampleCache:
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         self._places: dict[bytes, tuple[Path, int]] = {}
         self._files: dict[Path, Any] = {}
-        self._unwritten: dict[bytes, dict[str, Tensor]] = {}
-        self._bytes = 0
+        self._unwritten: dict[bytes, int] = {}
+        self._buffers: dict[str, Tensor] = {}  # one of each name, so that many small tensors do not split up the heap
         self._seen = -1
         self.refresh()
 
@@ -92,7 +92,7 @@ class SampleCache:
 
     def _read(self, key: bytes) -> dict[str, Tensor]:
         if key in self._unwritten:
-            return self._unwritten[key]
+            return {name: buffer[self._unwritten[key]] for name, buffer in self._buffers.items()}
         path, row = self._places[key]
         file = self._files[path]
         return {name: file.get_slice(name)[row] for name in file.keys() if name != KEYS}  # noqa: SIM118
@@ -100,29 +100,33 @@ class SampleCache:
     def write(self, keys: Sequence[bytes], tensors: Mapping[str, Tensor]) -> None:
         """Add those samples that are not there yet; `tensors` are by name, with one row for each key."""
         host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        for number, key in enumerate(keys):
-            if key not in self._places and key not in self._unwritten:
-                self._unwritten[key] = row = {name: tensor[number].clone() for name, tensor in host.items()}
-                self._bytes += sum(tensor.nbytes for tensor in row.values())
-        if self._bytes >= SEGMENT:
+        shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in host.items()}
+        if shapes != {name: (buffer.dtype, buffer.shape[1:]) for name, buffer in self._buffers.items()}:
             self.flush()
+            rows = max(1, SEGMENT // sum(tensor[0].nbytes for tensor in host.values()))
+            self._buffers = {name: torch.empty((rows, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
+        for number, key in enumerate(keys):
+            if not self._has([key]):
+                if len(self._unwritten) == len(next(iter(self._buffers.values()))):
+                    self.flush()
+                for name, tensor in host.items():
+                    self._buffers[name][len(self._unwritten)] = tensor[number]
+                self._unwritten[key] = len(self._unwritten)
 
     def flush(self) -> None:
-        """Write what is in memory. Samples of one segment have tensors of one shape."""
-        while self._unwritten:
-            shapes = {key: [tuple(tensor.shape) for tensor in row.values()] for key, row in self._unwritten.items()}
-            first = next(iter(shapes.values()))
-            rows = {key: self._unwritten.pop(key) for key, shape in shapes.items() if shape == first}
-            tensors = {name: torch.stack([row[name] for row in rows.values()]) for name in next(iter(rows.values()))}
-            tensors[KEYS] = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), -1)
+        """Write what is in memory."""
+        if count := len(self._unwritten):
+            tensors = {name: buffer[:count] for name, buffer in self._buffers.items()}
+            tensors[KEYS] = torch.frombuffer(bytearray(b"".join(self._unwritten)), dtype=torch.uint8).view(count, -1)
             path = self.folder / f"{os.urandom(8).hex()}.safetensors"
             write_atomic(path, save(tensors, metadata=self.identity))
             self._open(path)
-        self._bytes = 0
+            self._unwritten.clear()
 
     def close(self) -> None:
         """Write what is in memory and close all files."""
         self.flush()
+        self._buffers.clear()
         self._files.clear()
         self._places.clear()
 

@@ -18,8 +18,9 @@ from shoestring.data import BYTES
 from shoestring.data.corpus import Corpus
 from shoestring.data.sources import open_source
 from shoestring.data.together import prepare
-from shoestring.data.tokenizer import load_tokenizer
+from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.data.tokens import read_header
+from shoestring.decode import Distill
 from shoestring.models import hf
 from shoestring.models.saving import model_folder
 from shoestring.naming import resolve
@@ -59,6 +60,7 @@ def open_data(run: Run, world: World, folder: Path) -> DataSets:
         return _own(run, world)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
+    world.agree(lambda: _check_teachers(run, corpus.tokenizer))
     return DataSets(corpus.train, corpus.held_out, corpus)
 
 
@@ -75,7 +77,9 @@ def model_arguments(run: Run) -> dict[str, Any]:
     if tokenizer == "bytes":
         vocabulary = BYTES + 1  # the end of a text is a token, too
     elif tokenizer != "bpe":
-        vocabulary = load_tokenizer(Path(tokenizer)).vocab_size
+        loaded = load_tokenizer(Path(tokenizer))
+        vocabulary = loaded.vocab_size
+        _check_teachers(run, loaded)
     for source in run.sources:
         if source.endswith(".tokens"):
             vocabulary = read_header(Path(source)).vocab_size
@@ -126,6 +130,15 @@ def tokenizer_of(run: Run) -> str:
     if chosen in ("bpe", "bytes") or load_tokenizer(Path(chosen)).hash != load_tokenizer(path).hash:
         raise ConfigError(f"`{target}` was made with another tokenizer", hint='set data.tokenizer = "model"')
     return chosen
+
+
+def _check_teachers(run: Run, tokenizer: Tokenizer) -> None:
+    """ConfigError where a drafter would be given other tokens than the model that it drafts for was made with."""
+    for feature in run.features:
+        path = _tokenizer_beside(feature.teacher) if isinstance(feature, Distill) else None
+        if path and load_tokenizer(path).hash != tokenizer.hash:
+            hint = f'set data.tokenizer = "{path}"'
+            raise ConfigError(f"the teacher of `{feature.name}` was made with another tokenizer", hint=hint)
 
 
 def _tokenizer_beside(target: str) -> Path | None:
