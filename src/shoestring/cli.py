@@ -163,10 +163,21 @@ class Generate:
     """Penalty on tokens that the prompt or the text already holds; 1 is no penalty, larger values repeat less."""
     seed: int = 0
     """Seed of the sampling; the same seed gives the same text."""
+    draft: str = ""
+    """Proposes tokens that the model then verifies several at a time, which is faster: the folder or `hf:NAME` of a
+    smaller model with the same vocabulary, `lookup` (continuations of repeated passages) or `skip` (the model itself
+    without some sublayers); by default nothing is drafted."""
+    draft_length: int = 0
+    """Number of tokens to draft before each pass of the model; 0 chooses it from measured acceptance and cost."""
+    verification: Literal["token", "block", "invariant"] = "invariant"
+    """Rule that decides which drafted tokens stay; each keeps the model's distribution, and `invariant` also the text
+    that the seed gives without drafts, while `block` accepts somewhat more."""
+    report: bool = False
+    """Print, after the text, the tokens per pass, the acceptance of drafts and what passes cost."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.commands.generate import stream
-        from shoestring.decode.settings import Sampling
+        from shoestring.decode.settings import Sampling, Speculation
 
         sampling = Sampling(
             temperature=self.temperature,
@@ -176,12 +187,19 @@ class Generate:
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
         )
-        pieces = stream(self.run, self.prompt, self.tokens, sampling)
+        speculation = Speculation(drafter=self.draft, draft_length=self.draft_length, verification=self.verification)
+        lines: list[str] = []
+        pieces = stream(
+            self.run, self.prompt, self.tokens, sampling, speculation, lines.append if self.report else None
+        )
         sys.stdout.write(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
         for piece in pieces:
             sys.stdout.flush()
             sys.stdout.write(piece)
         sys.stdout.write("\n")
+        sys.stdout.flush()
+        for line in lines:
+            print(line, file=sys.stderr)
         return 0
 
 

@@ -52,6 +52,18 @@ def test_generate_writes_the_same_text_for_the_same_seed(trained, capsys):
     assert texts[0].startswith("the ")
 
 
+def test_generate_writes_the_same_text_with_drafts_and_reports_what_they_gained(trained, capsys):
+    call = ["generate", str(trained[1]), "--prompt", "the ", "--tokens", "40", "--seed", "3"]
+    assert main(call) == 0
+    text = capsys.readouterr().out
+    for drafter in ("lookup", str(trained[1])):
+        assert main([*call, "--draft", drafter, "--draft-length", "3", "--report"]) == 0
+        drafted = capsys.readouterr()
+        assert drafted.out == text
+        assert "tokens drafted" in drafted.err
+    assert "(100%)" in drafted.err  # a drafter that is the model itself
+
+
 def test_check_says_what_a_run_file_comes_to_and_starts_nothing(trained, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", str(trained[0]), "--workers", "2", "--comm.bf16", "{}"]) == 0

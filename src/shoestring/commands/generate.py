@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.drafters import open_drafter
+from shoestring.decode.engine import Engine, Request
+from shoestring.decode.engine import stream as generate
+from shoestring.decode.report import describe
+from shoestring.decode.settings import Sampling, Speculation
 from shoestring.models.loading import load_model
 
 
-def stream(path: Path, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
+def stream(
+    path: Path,
+    prompt: str,
+    tokens: int,
+    sampling: Sampling,
+    speculation: Speculation | None = None,
+    report: Callable[[str], object] | None = None,
+) -> Iterator[str]:
     """Yield the continuation in pieces; a character of several tokens is yielded once it is complete.
+
+    Args:
+        report: is told, at the end, line by line what generation cost and what speculation gained.
 
     Raises:
         CheckpointError: `path` holds no model. ConfigError: no tokenizer with it, or an argument out of range.
@@ -21,6 +34,16 @@ def stream(path: Path, prompt: str, tokens: int, sampling: Sampling) -> Iterator
     if tokenizer is None:
         raise ConfigError(f"`{path}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
     start, text = tokenizer.encode(prompt) or [tokenizer.end_of_text], tokenizer.stream()
-    for token in generate(model, start, max_new=tokens, sampling=sampling, stop=[tokenizer.end_of_text]):
+    request = Request(
+        tokens=start, max_new=tokens, sampling=sampling, stop=frozenset({tokenizer.end_of_text}), rolling=True
+    )
+    room = len(start) + tokens
+    speculation = speculation or Speculation()
+    drafter = open_drafter(speculation, model, tokenizer, room=room)
+    engine = Engine(model, room=room, drafter=drafter, speculation=speculation)
+    for token in generate(engine, request):
         yield text.add(token)
     yield text.rest()
+    if report is not None:
+        for line in describe(engine):
+            report(line)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-FORGETTING = 0.97
+FORGETTING = 0.98
 """Share of the older evidence on acceptance that is left after each round."""
 HOPE, WEIGHT = 0.8, 4.0
 """Acceptance of a drafter that was never tried, and how many tokens' evidence that counts for: it is tried soon, and
@@ -114,12 +114,12 @@ class DraftLength:
     """By the number of rows."""
     drafting: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT)))
     """Seconds of drafting one token, by the number of rows."""
-    idle: float = 0.0
-    """Seconds of decoding without drafts since something was drafted."""
+    idle: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of decoding without drafts since something was drafted, by the best grade among the rows."""
+    price: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds that the newest round with drafts cost beyond passes without them for the same tokens, likewise."""
     age: int = 0
     """Rounds since a pass without drafts."""
-    price: float = 0.0
-    """Seconds that the newest round with drafts cost beyond passes without them for the same tokens."""
 
     def choose(self, grades: Sequence[int], longest: int) -> int:
         """The length for a pass over rows whose drafts have these grades, at most `longest`.
@@ -137,7 +137,7 @@ class DraftLength:
         if gain >= GAIN:
             return 0 if gain < NEAR and self.age >= AGE else best
         # Trying again shows whether the text has become easier; what that costs is kept to a share of the time.
-        return min(2, longest) if self.idle * PROBING >= self.price else 0
+        return min(2, longest) if self.idle[max(grades)] * PROBING >= self.price[max(grades)] else 0
 
     def speeds(self, grades: Sequence[int], longest: int) -> list[float]:
         """Expected tokens a second for each draft length from 0 to `longest`."""
@@ -165,17 +165,17 @@ class DraftLength:
         for grade, count, stayed in zip(grades, drafted, accepted, strict=True):
             if count:
                 self.acceptance[grade].learn(count, stayed)
-        rows, longest = len(grades), max(drafted)
+        rows, longest, best = len(grades), max(drafted), max(grades)
         cost = self.costs[rows]
         cost.learn(longest + 1, reading)
         if longest == 0:
-            self.idle += reading + drafting
+            self.idle[best] += reading + drafting
             self.age = 0
             return
-        if self.idle == 0:  # otherwise the drafter has read what was decoded without it
+        if self.idle[best] == 0:  # otherwise the drafter has read what was decoded without it
             self.drafting[rows].append(drafting / longest)
         if 1 in cost.seconds:
             table = cost.table(longest + 1)
-            self.price = drafting + table[-1] - table[0] * (1 + sum(accepted) / rows)
-        self.idle = 0.0
+            self.price[best] = drafting + table[-1] - table[0] * (1 + sum(accepted) / rows)
+        self.idle[best] = 0.0
         self.age += 1

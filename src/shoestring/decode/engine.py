@@ -293,10 +293,15 @@ def generate(
     )
     adapter = model if isinstance(model, Adapter) else adapt(model, context)
     room = min(adapter.context, len(request.tokens) + request.max_new)
-    return _stream(Engine(adapter, room=room, drafter=drafter, speculation=speculation), request)
+    return stream(Engine(adapter, room=room, drafter=drafter, speculation=speculation), request)
 
 
-def _stream(engine: Engine, request: Request) -> Iterator[int]:
+def stream(engine: Engine, request: Request) -> Iterator[int]:
+    """The tokens of one request, each as soon as it is final; closes the engine.
+
+    Raises:
+        ShoestringError: the request failed.
+    """
     try:
         row = engine.submit(request)
         while engine.busy:

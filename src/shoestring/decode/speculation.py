@@ -32,28 +32,54 @@ class Verified(NamedTuple):
 
 @dataclass
 class DraftCounts:
-    """What was drafted, and what of it stayed, by position in the draft."""
+    """What was drafted, and what of it stayed; lists are by position in the draft."""
 
     drafts: int = 0
     drafted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    """Those before which all drafted tokens stayed."""
     accepted: list[int] = field(default_factory=list)
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count a draft."""
-        if drafted:
-            self.drafts += 1
-        for counts, count in ((self.drafted, drafted), (self.accepted, accepted)):
+        self.drafts += drafted > 0
+        tried = min(accepted + 1, drafted)
+        for counts, count in ((self.drafted, drafted), (self.tried, tried), (self.accepted, accepted)):
             counts += [0] * (drafted - len(counts))
             for position in range(count):
                 counts[position] += 1
 
+    def expected(self, length: int) -> float:
+        """Tokens that a pass with `length` drafted ones gives a text, by the measured acceptance of each position."""
+        tokens, together = 1.0, 1.0
+        for accepted, tried in zip(self.accepted[:length], self.tried, strict=False):
+            together *= accepted / max(tried, 1)
+            tokens += together
+        return tokens
+
+
+@dataclass
+class Rounds:
+    """Passes whose longest draft had the same length."""
+
+    count: int = 0
+    rows: int = 0
+    """Of all passes together."""
+    tokens: int = 0
+    """Of all rows."""
+    drafting: float = 0.0
+    """Seconds of the drafter."""
+    reading: float = 0.0
+    """Seconds of the passes, with verification."""
+
 
 class Speculator:
-    """A drafter with the length of its drafts."""
+    """A drafter with the length of its drafts, and the rounds so far by that length."""
 
     def __init__(self, drafter: Drafter, speculation: Speculation) -> None:
         self.drafter = drafter
         self.length = DraftLength(speculation.max_draft_length, speculation.draft_length)
+        self.rounds: dict[int, Rounds] = {}
         self._grades: Sequence[int] = ()
         self._seconds = self._began = 0.0
 
@@ -71,7 +97,14 @@ class Speculator:
     def learn(self, drafts: Sequence[DraftTokens], verified: Sequence[Verified]) -> None:
         """What became of the drafts, right after the pass that verified them."""
         drafted, accepted = [len(draft.tokens) for draft in drafts], [row.accepted for row in verified]
-        self.length.learn(self._grades, drafted, accepted, self._seconds, perf_counter() - self._began)
+        seconds = perf_counter() - self._began
+        self.length.learn(self._grades, drafted, accepted, self._seconds, seconds)
+        rounds = self.rounds.setdefault(max(drafted), Rounds())
+        rounds.count += 1
+        rounds.rows += len(verified)
+        rounds.tokens += sum(len(row.tokens) for row in verified)
+        rounds.drafting += self._seconds
+        rounds.reading += seconds
 
 
 def verify(

@@ -1,1 +1,65 @@
 """What proposes tokens for a model to verify."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.settings import LOOKUP, SKIP, Speculation
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoestring.data.tokenizer import Tokenizer
+    from shoestring.decode.drafters.base import Drafter
+
+
+def open_drafter(
+    speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None, *, slots: int = 1, room: int | None = None
+) -> Drafter | None:
+    """The drafter that the settings name; None where nothing is to be drafted.
+
+    Args:
+        model: that verifies, with its tokenizer.
+        slots: texts that are generated at the same time.
+        room: tokens of each text that are kept in memory, if fewer than the drafter's context.
+
+    Raises:
+        ConfigError: the drafter is a model with another vocabulary.
+        CheckpointError: there is no such model.
+    """
+    from shoestring.decode.drafters.lookup import PromptLookup
+
+    if not speculation.drafter:
+        return None
+    if speculation.drafter == LOOKUP:
+        return PromptLookup()
+    if speculation.drafter == SKIP:
+        raise ConfigError("drafting by skipping sublayers is not built yet")
+    return _model_drafter(speculation, model, tokenizer, slots, room)
+
+
+def _model_drafter(
+    speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None, slots: int, room: int | None
+) -> Drafter:
+    from shoestring.decode.adapter import adapt
+    from shoestring.decode.drafters.model import ModelDrafter
+    from shoestring.models.loading import load_model
+
+    smaller, own = load_model(speculation.drafter)
+    ours, theirs = _vocabulary(model), _vocabulary(smaller)
+    hint = "give a drafter that was trained with the model's tokenizer"
+    if ours != theirs:
+        raise ConfigError(
+            f"the drafter `{speculation.drafter}` has a vocabulary of {theirs} tokens, the model one of {ours}",
+            hint=hint,
+        )
+    if tokenizer is not None and own is not None and tokenizer.engine.get_vocab() != own.engine.get_vocab():
+        raise ConfigError(f"the tokenizer of the drafter `{speculation.drafter}` differs from the model's", hint=hint)
+    return ModelDrafter(adapt(smaller), slots, speculation, room)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None)
