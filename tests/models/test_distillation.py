@@ -1,14 +1,27 @@
 """The loss of distillation against its formula in double precision, chunk by chunk, and in a job."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import shoestring as ss
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import Feature, Seam
-from shoestring.models import distillation
-from shoestring.models.distillation import counted, distil, distillation_loss, freeze_teacher
+from shoestring.models import distillation, gpt
+from shoestring.models.distillation import (
+    TopWords,
+    acceptance,
+    check_vocabulary,
+    counted,
+    distil,
+    distillation_loss,
+    freeze_teacher,
+    token_losses,
+    top_words,
+)
+from shoestring.models.saving import save_model
 from shoestring.testing import jobs
 
 ROWS, WORDS = 37, 50
@@ -41,10 +54,131 @@ def test_value_and_gradient_are_those_of_the_definition(monkeypatch, temperature
     assert (one.grad[3] == 0).all()
 
 
-def test_autograd_agrees_with_finite_differences():
+def probabilities(teacher, student, temperature):
+    return ((each / temperature).softmax(-1) for each in (teacher, student))
+
+
+def rejection(student, teacher, temperature, weights):
+    """The total variation as half the sum of differences, which is how it is defined."""
+    p, q = probabilities(teacher, student, temperature)
+    return temperature**2 * (weights * (p - q).abs().sum(-1) / 2).sum()
+
+
+def hybrid(student, teacher, temperature, weights):
+    p, q = probabilities(teacher, student, temperature)
+    share = (-3 * torch.minimum(p, q).sum(-1)).exp().detach()
+    return oracle(student, teacher, temperature, weights * share) + rejection(
+        student, teacher, temperature, weights * (1 - share)
+    )
+
+
+ORACLES = {"kl": oracle, "tv": rejection, "hybrid": hybrid}
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv", "hybrid"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("chunk", [7 * WORDS, 2**22], ids=["uneven chunks", "one chunk"])
+def test_each_objective_has_the_value_and_the_gradient_of_its_definition(monkeypatch, objective, temperature, chunk):
+    monkeypatch.setattr(distillation, "CPU_CHUNK", chunk)
+    weights = torch.rand(ROWS, dtype=torch.float64)
+    one, other = (logits(1).requires_grad_() for _ in range(2))
+    loss = distillation_loss(one, logits(2), objective=objective, temperature=temperature, weights=weights)
+    expected = ORACLES[objective](other, logits(2), temperature, weights)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_each_token_has_its_loss_its_divergence_and_its_acceptance():
+    student = logits(1).requires_grad_()
+    found = token_losses(student, logits(2), objective="tv", temperature=2.0)
+    p, q = probabilities(logits(2), logits(1), 2.0)
+    torch.testing.assert_close(found.acceptance, torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(found.divergence, (p * (p / q).log()).sum(-1))
+    torch.testing.assert_close(found.loss, 4 * (1 - found.acceptance))
+    assert found.loss.requires_grad and not found.divergence.requires_grad and not found.acceptance.requires_grad
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv", "hybrid"])
+def test_the_words_that_a_teacher_does_not_tell_count_as_one_outcome(objective):
+    """The divergence of the k words and "any other", which is what autograd makes of that definition."""
+    one, other = (logits(1).requires_grad_() for _ in range(2))
+    top = top_words(logits(2), 6, temperature=2.0)
+    loss = distillation_loss(one, top, objective=objective, temperature=2.0)
+    p, q = probabilities(logits(2), other, 2.0)
+    index = p.topk(6).indices
+    merged = [
+        torch.cat((each.gather(-1, index), 1 - each.gather(-1, index).sum(-1, keepdim=True)), -1) for each in (q, p)
+    ]
+    expected = ORACLES[objective](merged[0].log() * 2, merged[1].log() * 2, 2.0, torch.ones(ROWS, dtype=torch.float64))
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(one.grad, other.grad)
+    assert float(loss.detach()) < float(distillation_loss(logits(1), logits(2), objective=objective, temperature=2.0))
+
+
+def test_all_words_of_a_teacher_are_its_logits_and_narrow_numbers_lose_little():
+    whole = distillation_loss(logits(1), logits(2))
+    torch.testing.assert_close(distillation_loss(logits(1), top_words(logits(2), WORDS)), whole)
+    top = top_words(logits(2).float(), 20)
+    narrow = TopWords(top.words.to(torch.uint16), top.log_probabilities.half())
+    student = logits(1).float()
+    torch.testing.assert_close(distillation_loss(student, narrow), distillation_loss(student, top), rtol=1e-3, atol=0)
+    with pytest.raises(ConfigError, match="do not fit"):
+        distillation_loss(logits(1)[:3], top)
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv"])
+def test_a_teachers_optimum_is_the_teacher(objective):
+    """Dividing by the mass of the likeliest words has another one: no mass on any other word."""
+    torch.manual_seed(0)
+    teacher = torch.randn(1, 8, dtype=torch.float64)
+    top = top_words(teacher, 3)
+    divided = TopWords(top.words, top.log_probabilities.clone())
+    divided.log_probabilities[:, -1] = -torch.inf
+    mass = {}
+    for name, known in {"one outcome": top, "divided": divided}.items():
+        student = torch.zeros(1, 8, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([student], lr=0.5)
+        for _ in range(400):
+            optimizer.zero_grad()
+            distillation_loss(student, known, objective=objective).backward()
+            optimizer.step()
+        mass[name] = float(student.detach().softmax(-1).gather(-1, top.words).sum())
+    told = float(top.log_probabilities[:, :-1].exp().sum())
+    assert mass["one outcome"] == pytest.approx(told, abs=0.02) and mass["divided"] > told + 0.1
+
+
+def test_acceptance_is_over_the_tokens_that_count():
+    student, teacher = jobs.tiny(), jobs.tiny()
+    torch.nn.init.normal_(teacher.embedding.weight, std=0.5, generator=torch.Generator().manual_seed(1))
+    batch = jobs.batch(0, ragged=True)
+    total, count = acceptance(student, teacher, [batch, batch])
+    p, q = (model(batch["inputs"]).detach().softmax(-1) for model in (teacher, student))
+    kept = batch["targets"] != -100
+    assert count == 2 * int(kept.sum()) and total == pytest.approx(2 * float(torch.minimum(p, q).sum(-1)[kept].sum()))
+
+
+def test_another_vocabulary_is_refused_before_any_weights_are_read(tmp_path):
+    save_model(gpt.tiny(64, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), None, tmp_path, {})
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    student = gpt.tiny(48, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8)
+    with pytest.raises(ConfigError, match=r"`x.teacher`: `.*` has 64 words, and the model that learns from it has 48"):
+        check_vocabulary(student, str(tmp_path), "x.teacher")
+    check_vocabulary(gpt.tiny(64, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), str(tmp_path), "x.teacher")
+    with pytest.raises(CheckpointError, match="holds no model"):
+        check_vocabulary(student, str(tmp_path / "absent"), "x.teacher")
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv"])
+def test_autograd_agrees_with_finite_differences(objective):
     student = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(2, 3, 5, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda s: distillation_loss(s, teacher, temperature=2.0), student)
+    for known in (teacher, top_words(teacher, 2, temperature=2.0)):
+        loss = partial(distillation_loss, teacher=known, objective=objective, temperature=2.0)
+        assert torch.autograd.gradcheck(loss, student)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
