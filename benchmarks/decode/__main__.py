@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
+from benchmarks.decode import distillation
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
@@ -24,10 +26,14 @@ def flags() -> argparse.ArgumentParser:
 def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = flags().parse_known_args(argv)
-    Deadline(60 * known.budget)
+    deadline = Deadline(60 * known.budget)
+
+    @cache
+    def drafters() -> distillation.Drafters:
+        return distillation.Drafters(known.runs / "distillation", known.cache, check=deadline.check)
 
     def rows() -> list[Bar]:
-        return [*decode.gpu_rows()]
+        return [*decode.gpu_rows(), *distillation.rows(drafters)]
 
     return main("decode", rows, rest, RESULTS)
 
