@@ -19,6 +19,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from shoestring.commands.checkpoint import Checkpoint
+from shoestring.commands.serve import Serve
 from shoestring.commands.shrink import PruneModel, QuantizeModel
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
@@ -300,7 +301,7 @@ class VirtualHosts:
 
 VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate}
 VERBS |= {"prune": PruneModel, "quantize": QuantizeModel, "probe": Probe, "compare": Compare, "report": Report}
-VERBS |= {"lab": VirtualHosts, "checkpoint": Checkpoint}
+VERBS |= {"serve": Serve, "lab": VirtualHosts, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

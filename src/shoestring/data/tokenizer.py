@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -87,6 +88,30 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, end-of-text tokens left out; ids that are no valid UTF-8 give replacement characters."""
         return self.engine.decode([i for i in ids if i != self.end_of_text], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character; none for an id that stands for nothing."""
+        text = self.engine.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self._added:
+            return text.encode()
+        if self._character_bytes is not None:
+            return bytes(self._character_bytes[character] for character in text)
+        if text.startswith("<0x") and len(text) == 6:  # how other tokenizers spell a byte
+            return bytes.fromhex(text[3:5])
+        return self.engine.decode([token], skip_special_tokens=False).encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.engine.get_added_tokens_decoder())
+
+    @cached_property
+    def _character_bytes(self) -> dict[str, int] | None:
+        """The byte that each character of a token stands for; None where tokens are not made of bytes."""
+        table = {character: byte for byte, character in enumerate(_byte_characters())}
+        vocabulary = self.engine.get_vocab(with_added_tokens=False)
+        return table if all(character in table for token in vocabulary for character in token) else None
 
     def stream(self) -> TextStream:
         """Text of tokens that come one after the other."""

@@ -1,0 +1,1 @@
+"""An HTTP server for one model, with the interface of OpenAI's API: completions, chat, streaming."""

@@ -1,0 +1,323 @@
+"""The ASGI application: who may come in, what is at which path, and what is counted and logged of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoestring.decode.serve import asking
+from shoestring.decode.serve.answering import Answer, Stream, unless_gone
+from shoestring.decode.serve.engine_thread import EngineThread
+from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
+from shoestring.decode.serve.fields import finite
+from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
+from shoestring.decode.serve.metrics import Metrics
+from shoestring.decode.serve.served import Served
+from shoestring.decode.serve.settings import Serving, is_loopback
+
+log = logging.getLogger("shoestring.serve")
+
+OPEN = ("/", "/page.js", "/page.css", "/health")
+"""Paths without an API key: the page, which holds nothing, and what a supervisor asks."""
+INLINE = 8192
+"""Bytes of a request up to which it is encoded at once; longer ones are encoded in another thread."""
+GONE = 499
+"""What the log says of a client that did not wait."""
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+
+
+class App:
+    """What a server knows: the model, the engine's thread and the limits. `asgi` is the application.
+
+    The thread starts with the application's lifespan and ends with it.
+    """
+
+    def __init__(self, served: Served, worker: EngineThread, settings: Serving) -> None:
+        self.served, self.worker, self.settings = served, worker, settings
+        self.metrics = Metrics()
+        self.stopping = False
+        """Nothing new is taken any more."""
+        self.connections = 0
+        """Open ones."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.prometheus),
+            *(Route(path, self.page) for path in PAGE),
+        ]
+        middleware = [Middleware(_Gate, app=self)]
+        if settings.origins:
+            pages = Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type"],
+            )
+            middleware.insert(0, pages)
+        self.asgi = Starlette(
+            routes=routes,
+            middleware=middleware,
+            exception_handlers={
+                RequestError: _refused,
+                HTTPException: _no_route,
+                ClientDisconnect: _gone,
+                Exception: _bug,
+            },
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.worker.start()
+        try:
+            yield
+        finally:
+            await self.worker.close()
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, asking.completion, CompletionForm(self.served))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, asking.chat, ChatForm(self.served))
+
+    async def _answer(
+        self, request: Request, understand: Callable[[Any, Served], asking.Asked], form: AnswerForm
+    ) -> Response:
+        began = time.monotonic()
+        self._check_open()
+        raw = await self._body(request)
+        if len(raw) > INLINE:
+            asked = await asyncio.to_thread(lambda: understand(_parsed(raw), self.served))
+        else:
+            asked = understand(_parsed(raw), self.served)
+        answer = Answer(asked, form, self.served, self.worker, self.metrics, began)
+        self._admit(len(answer.requests))
+        answer.start()
+        request.scope["answer"] = answer
+        seconds = self.settings.timeout - (time.monotonic() - began)
+        if asked.stream:
+            return Stream(answer, seconds)
+        try:
+            return JSONResponse(await unless_gone(request.receive, answer.whole(), seconds))
+        finally:
+            answer.close()
+
+    def _check_open(self) -> None:
+        if self.stopping:
+            raise stopping()
+        if not self.worker.alive:
+            raise RequestError(503, "the engine does not run", code="engine_stopped")
+
+    def _admit(self, texts: int) -> None:
+        """Refuse what the queue has no room for."""
+        self._check_open()
+        slots = len(self.worker.engine.seated)
+        if texts > slots + self.settings.queue:
+            raise invalid(f"{texts} texts are more than the {slots + self.settings.queue} that can wait at a time", "n")
+        if self.worker.unfinished + texts > slots + self.settings.queue:
+            raise busy(f"{self.waiting} texts wait already; ask again later", seconds=5)
+
+    @property
+    def waiting(self) -> int:
+        """Texts without a slot."""
+        return max(0, self.worker.unfinished - len(self.worker.engine.seated))
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(
+                415, "the body is not declared as JSON; send the header `Content-Type: application/json`"
+            )
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError(415, "the body is compressed; send it as it is")
+        limit, length, received = self.settings.body, 0, bytearray()
+        try:
+            async with asyncio.timeout(self.settings.patience):
+                async for part in request.stream():
+                    length += len(part)
+                    if length <= limit:
+                        received += part
+                    elif length > 2 * limit:  # below, it is taken in, so that the client gets to read why it is refused
+                        break
+        except TimeoutError as error:
+            raise RequestError(408, "the body did not come in time", headers={"Connection": "close"}) from error
+        if length > limit:
+            raise RequestError(413, f"the body has more than {limit} bytes", headers={"Connection": "close"})
+        return bytes(received)
+
+    # -- what the server is --------------------------------------------------------------------------------------------
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.served.name:
+            raise RequestError(404, f"there is no such model; this is `{self.served.name}`", code="model_not_found")
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        """What OpenAI's API says of a model, and what the page wants to know."""
+        return {
+            "id": self.served.name,
+            "object": "model",
+            "created": self.served.created,
+            "owned_by": "shoestring",
+            "context": self.served.context,
+            "max_tokens": self.served.max_tokens,
+            "chat": self.served.template is not None,
+        }
+
+    async def health(self, _: Request) -> Response:
+        if self.stopping or not self.worker.alive:
+            return JSONResponse({"status": "stopping" if self.stopping else "failed"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def prometheus(self, _: Request) -> Response:
+        engine, counts = self.worker.engine, self.worker.engine.counts
+        drafts, drafted, accepted = counts.drafts.drafts, sum(counts.drafts.drafted), sum(counts.drafts.accepted)
+        counters = {
+            "generated_tokens_total": ("Tokens generated.", counts.generated),
+            "prompt_tokens_total": ("Tokens of prompts that passed through the model.", counts.read),
+            "reused_prompt_tokens_total": ("Tokens of prompts that were in the cache.", counts.reused),
+            "decoding_passes_total": ("Passes of the model over all active texts.", counts.passes),
+            "prompt_passes_total": ("Passes of the model over a part of a prompt.", counts.chunks),
+            "drafts_total": ("Drafts that were verified.", drafts),
+            "drafted_tokens_total": ("Tokens drafted.", drafted),
+            "accepted_tokens_total": ("Drafted tokens that were accepted.", accepted),
+            "failed_passes_total": ("Passes of the model that raised an error.", self.worker.failures),
+        }
+        gauges = {
+            "connections": ("Open connections.", self.connections),
+            "slots": ("Texts that can be generated at the same time.", len(engine.seated)),
+            "slots_busy": ("Slots with a text.", sum(row is not None for row in engine.seated)),
+            "queue_length": ("Texts that wait for a slot.", self.waiting),
+            "acceptance_length": (
+                "Mean number of tokens that a pass with a draft adds.",
+                1 + accepted / max(drafts, 1),
+            ),
+            "cache_bytes": ("Memory of keys and values.", engine.cache.nbytes),
+        }
+        return PlainTextResponse(self.metrics.text(counters, gauges), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        file, kind = PAGE[request.url.path]
+        content = files("shoestring.decode.serve").joinpath("page", file).read_text("utf-8")
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+        return Response(content, media_type=kind, headers=headers)
+
+
+class _Gate:
+    """Checks each request before anything is made of it, counts it, and logs it in one line without its content."""
+
+    def __init__(self, inner: ASGIApp, app: App) -> None:
+        self.inner, self.app = inner, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.inner(scope, receive, send)
+        began, status = time.monotonic(), GONE
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        try:
+            try:
+                self._check(Request(scope))
+                await self.inner(scope, receive, noting)
+            except RequestError as refusal:
+                await refusal.response()(scope, receive, noting)
+            except Exception:
+                status = 500
+                raise
+        finally:
+            path = scope["path"] if scope.get("endpoint") is not None else "other"
+            path = "/v1/models" if path.startswith("/v1/models/") else path
+            self.app.metrics.requests.add(path=path, status=str(status))
+            self._log(scope, status, time.monotonic() - began)
+
+    def _check(self, request: Request) -> None:
+        """That it comes by a name of this machine, and with a key where one is needed."""
+        settings = self.app.settings
+        host = re.sub(r":\d*$", "", request.headers.get("host", ""))
+        if settings.loopback and not is_loopback(host):
+            # A web page could have its own name lead here (DNS rebinding), and would then count as the same origin.
+            raise RequestError(403, "this server answers to names of this machine only, such as localhost")
+        if request.scope["path"] not in OPEN:
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if settings.api_keys and not (scheme.lower() == "bearer" and settings.admits(key.strip())):
+                hint = {"WWW-Authenticate": "Bearer"}
+                raise RequestError(
+                    401, "no valid API key was sent as a bearer token", code="invalid_api_key", headers=hint
+                )
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        client, path = scope.get("client") or ("-", 0), scope.get("raw_path", b"").decode("ascii", "replace")
+        answer: Answer | None = scope.get("answer")
+        tokens = ""
+        if answer is not None:
+            used = answer.usage()
+            tokens = f", {used['prompt_tokens']} + {used['completion_tokens']} tokens"
+        log.info("%s %s %s %d %.3f s%s", client[0], scope["method"], path[:80], status, seconds, tokens)
+
+
+_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+]
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw, parse_constant=finite, parse_float=finite)
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        raise invalid(f"the body is not valid JSON: {str(error)[:200]}") from error
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error.response()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = {404: "there is nothing at this path", 405: f"this path takes no {request.method[:20]}"}
+    return RequestError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers).response()
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _bug(_: Request, __: Exception) -> Response:
+    return RequestError(500, "the server has failed; its log says why", code="failed").response()

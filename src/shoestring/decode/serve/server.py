@@ -1,0 +1,192 @@
+"""uvicorn with what it lacks here: time limits on connections, and an end that lets running texts finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.serve.app import App
+from shoestring.decode.serve.settings import Serving
+
+log = logging.getLogger("shoestring.serve")
+
+LAST = 5.0
+"""Seconds for the last answers to be sent once no text is generated any more."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Connection(H11Protocol):
+    """A connection that has to send a request within `patience` seconds, and to take in what it is sent."""
+
+    owner: App
+    patience: float
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.owner.connections += 1
+        # The kernel ends a connection whose other side takes nothing in, also one that is closed on this side.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            channel = transport.get_extra_info("socket")
+            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.patience))
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.owner.connections -= 1
+        self._unwatch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer has begun already
+            self.transport.abort()
+
+    def _watch(self) -> None:
+        """Have the connection end unless a request begins in time."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(self.patience, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: they are `serve`'s."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(settings: Serving) -> socket.socket:
+    """A socket that listens where the settings say.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            settings.host.strip("[]"), settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {settings.host}, port {settings.port}: {reason}", hint="--port 0 takes a free port"
+        ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser finds what listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    app: App, listener: socket.socket, *, stop: asyncio.Event | None = None, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Answer requests until told to stop; then let running texts end within the settings' `grace`, taking no new ones.
+
+    In the main thread SIGTERM and SIGINT say so; a second one cuts the texts off at once.
+
+    Args:
+        listener: of `listen`; closed at the end.
+        stop: another way to stop.
+        ready: called once requests are answered.
+    """
+    stop = stop or asyncio.Event()
+    settings = app.settings
+    connection = type("Connection", (_Connection,), {"owner": app, "patience": settings.patience})
+    config = uvicorn.Config(
+        app.asgi,
+        http=connection,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        limit_concurrency=settings.clients,
+        timeout_graceful_shutdown=int(LAST),
+        server_header=False,
+        proxy_headers=False,
+    )
+    server, hurry = _Server(config), asyncio.Event()
+    loop, handled = asyncio.get_running_loop(), threading.current_thread() is threading.main_thread()
+    for number in SIGNALS if handled else ():
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(0.005)
+        ready()
+        waiting = asyncio.create_task(stop.wait())
+        await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        await _drain(app, hurry)
+        server.should_exit = True
+        await running
+    finally:
+        for number in SIGNALS if handled else ():
+            loop.remove_signal_handler(number)
+
+
+async def _drain(app: App, hurry: asyncio.Event) -> None:
+    """Take nothing new, wait for what runs, and cut off what is left after the time allowed."""
+    app.stopping = True
+    if app.worker.unfinished:
+        log.info("stopping: %d texts have %g s to end", app.worker.unfinished, app.settings.grace)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + app.settings.grace
+    while app.worker.unfinished and loop.time() < end and not hurry.is_set():
+        await asyncio.sleep(0.02)
+    app.worker.cancel_all()
+    while app.worker.unfinished and app.worker.alive and loop.time() < end + LAST:
+        await asyncio.sleep(0.02)
+
+
+@contextmanager
+def serving(app: App) -> Iterator[str]:
+    """Serve from a thread of its own, until the block ends; gives the URL."""
+    listener, started = listen(app.settings), threading.Event()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    url = url_of(listener)
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve(app, listener, stop=stop, ready=started.set))
+        finally:
+            started.set()
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    thread = threading.Thread(target=run, name="shoestring-server")
+    thread.start()
+    try:
+        started.wait()
+        yield url
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

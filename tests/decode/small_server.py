@@ -1,0 +1,102 @@
+"""A server of a small model in double precision, with a chat template, on a free port of this machine."""
+
+import json
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import tokenizers
+import torch
+
+from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
+from shoestring.decode.engine import Engine, generate
+from shoestring.decode.serve.app import App
+from shoestring.decode.serve.engine_thread import EngineThread
+from shoestring.decode.serve.served import describe
+from shoestring.decode.serve.server import serving
+from shoestring.decode.serve.settings import Serving
+from shoestring.decode.settings import Sampling
+from shoestring.models.gpt import GPT, GPTConfig
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer(template: str | None = CHATML) -> Tokenizer:
+    """Bytes, and the special tokens of ChatML."""
+    engine = tokenizers.Tokenizer.from_str(byte_tokenizer().engine.to_str())
+    engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    config: dict[str, Any] = {"eos_token": "<|im_end|>"} | ({"chat_template": template} if template else {})
+    return Tokenizer(engine, companions={"tokenizer_config.json": json.dumps(config).encode()})
+
+
+def model(context: int = 256) -> GPT:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 259, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
+    return GPT(GPTConfig(**shape, context=context, init_std=0.3)).double().eval()
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    app: App
+    url: str
+    model: GPT
+    tokenizer: Tokenizer
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self):
+        headers = {"Authorization": f"Bearer {self.app.settings.api_keys[0]}"} if self.app.settings.api_keys else {}
+        self.http = httpx.Client(base_url=self.url, timeout=30, headers=headers)
+
+    def generated(self, prompt: str, count: int, seed: int = 0, **sampling: float) -> str:
+        """What `generate` writes."""
+        stream = self.tokenizer.stream()
+        tokens = generate(
+            self.model,
+            self.tokenizer.encode(prompt),
+            max_new=count,
+            sampling=Sampling(seed=seed, **sampling),
+            stop=[self.tokenizer.end_of_text],
+        )
+        return "".join(map(stream.add, tokens)) + stream.rest()
+
+    def raw(self, data: bytes, timeout: float = 10.0) -> bytes:
+        """What the server answers to these bytes, until it closes the connection."""
+        with self.connect(timeout) as channel:
+            channel.sendall(data)
+            return received(channel)
+
+    def connect(self, timeout: float = 10.0) -> socket.socket:
+        parts = urlsplit(self.url)
+        return socket.create_connection((parts.hostname, parts.port), timeout)
+
+
+def received(channel: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    found = bytearray()
+    while part := channel.recv(65536):
+        found += part
+    return bytes(found)
+
+
+@contextmanager
+def running(*, slots=4, template=CHATML, context=256, built=None, tokens=None, **settings):
+    """A server in this process; `settings` as of `Serving`."""
+    tokens, built = tokens or tokenizer(template), built or model(context)
+    chosen = Serving(**{"port": 0, "grace": 5.0} | settings)
+    engine = Engine(built, slots=slots)
+    app = App(describe("small", tokens, engine.window, max_tokens=chosen.max_tokens), EngineThread(engine), chosen)
+    with serving(app) as url:
+        server = Running(app, url, built, tokens)
+        with server.http:
+            yield server
+    assert app.worker.unfinished == 0
+    assert engine.seated == [None] * slots
+    assert not app.worker.alive
