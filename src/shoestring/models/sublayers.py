@@ -49,6 +49,8 @@ class Sublayer:
     kind: Kind
     layer: int
     """Index of its block."""
+    entry: str
+    """Name of the module that reads the residual stream: the norm before it, or itself where there is none."""
     norms: tuple[str, ...]
     """Names of the norms of what it reads and of what it returns."""
     items: int
@@ -116,6 +118,11 @@ def skipping(model: nn.Module, ratios: Mapping[str, float | Tensor]) -> Iterator
                 module.forward = before
 
 
+def read(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """The stream among the arguments of a module."""
+    return arguments[0] if arguments else named["hidden_states"]
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
 
@@ -124,15 +131,10 @@ def _scaling(ratio: float | Tensor, items: int) -> Callable[..., Any]:
     rest, scale = (None,) * (items - 1), ratio - 1
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        scaled = _read(arguments, named) * scale
+        scaled = read(arguments, named) * scale
         return (scaled, *rest) if items else scaled
 
     return forward
-
-
-def _read(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """The stream among the arguments of a module."""
-    return arguments[0] if arguments else named["hidden_states"]
 
 
 def _found(model: nn.Module) -> Iterator[Sublayer]:
@@ -151,9 +153,10 @@ def _found(model: nn.Module) -> Iterator[Sublayer]:
                 hint="pre-norm models such as Llama, Mistral, Qwen, Gemma 2 and GPT-2 are known; blocks whose "
                 "attention and feed-forward read the same input (GPT-NeoX, Phi) are not of this form",
             )
-        for kind, (name, *norms) in zip(KINDS, layout, strict=True):
-            inside = tuple(f"{names[block]}.{norm}" for norm in norms if norm)
-            yield Sublayer(f"{names[block]}.{name}", kind, index, inside, calls[name].items)
+        for kind, (name, before, after) in zip(KINDS, layout, strict=True):
+            norms = tuple(f"{names[block]}.{norm}" for norm in (before, after) if norm)
+            entry = f"{names[block]}.{before or name}"
+            yield Sublayer(f"{names[block]}.{name}", kind, index, entry, norms, calls[name].items)
 
 
 @torch.no_grad()
@@ -166,7 +169,7 @@ def _calls(model: nn.Module, blocks: list[nn.Module]) -> list[dict[str, _Call]]:
             first = returned[0] if isinstance(returned, tuple) else returned
             if (arguments or "hidden_states" in named) and isinstance(first, Tensor):
                 items = len(returned) if isinstance(returned, tuple) else 0
-                into[name] = _Call(_read(arguments, named), first, items)
+                into[name] = _Call(read(arguments, named), first, items)
 
         return hook
 

@@ -1,0 +1,192 @@
+"""Skipping: what is measured, what it costs, and which sublayers each rule chooses."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.adapter import adapt
+from shoestring.decode.skipping import baselines, choice
+from shoestring.decode.skipping.choice import Candidate, Statistics, least_harm, saved_bytes
+from shoestring.decode.skipping.cost import count_bytes
+from shoestring.decode.skipping.importance import Observer
+from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.sublayers import skipping, sublayers
+
+LAYERS = 6
+SHAPE = {"vocab_size": 31, "dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 24, "context": 32}
+TOKENS = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**SHAPE, init_std=0.3)).eval()
+
+
+# -- importance --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def streams(model, tokens):
+    """x and y of each sublayer and of each block, computed from the model's parts."""
+    given = {}
+    handles = [
+        block.attention.register_forward_hook(lambda _, __, out, i=i: given.__setitem__(i, out))
+        for i, block in enumerate(model.blocks)
+    ]
+    model(tokens)
+    for handle in handles:
+        handle.remove()
+    x, found, blocks = model.embed(tokens), {}, []
+    for i, block in enumerate(model.blocks):
+        y = x + given[i]
+        z = y + block.mlp(block.mlp_norm(y))
+        found |= {f"blocks.{i}.attention": (x, y), f"blocks.{i}.mlp": (y, z)}
+        blocks.append((x, z))
+        x = z
+    return found, blocks
+
+
+def cosine(x, y):
+    return float((x * y).sum(-1).div(x.norm(dim=-1) * y.norm(dim=-1)).mean())
+
+
+@torch.no_grad()
+def test_running_means_equal_those_of_all_tokens_at_once(model):
+    with Observer(model) as observer:
+        assert observer.changes() == {}
+        for piece in TOKENS:
+            model(piece[None])
+    model(TOKENS + 1)  # no longer observed
+    found, blocks = streams(model, TOKENS)
+    assert list(observer.changes()) == list(found)
+    for name, change in observer.changes().items():
+        x, y = found[name]
+        assert change.similarity == pytest.approx(cosine(x, y), abs=1e-6)
+        assert change.ratio == pytest.approx(float(y.norm() / x.norm()), abs=1e-6)
+    for change, (x, y) in zip(observer.block_changes(), blocks, strict=True):
+        assert change.similarity == pytest.approx(cosine(x, y), abs=1e-6)
+
+
+@torch.no_grad()
+def test_padding_and_skipped_sublayers_teach_nothing(model):
+    names = list(sublayers(model))
+    with skipping(model, {names[1]: 0.7}), Observer(model, leave_out=[names[1]]) as observer:
+        observer.real = torch.tensor([[True] * 8, [True] * 5 + [False] * 3])
+        model(TOKENS)
+    with skipping(model, {names[1]: 0.7}), Observer(model, leave_out=[names[1]]) as expected:
+        model(TOKENS[:1])
+        model(TOKENS[1:, :5])
+    assert names[1] not in observer.changes()
+    assert len(observer.changes()) == len(names) - 1
+    for name, change in observer.changes().items():
+        assert change.similarity == pytest.approx(expected.changes()[name].similarity, abs=1e-6)
+        assert change.ratio == pytest.approx(expected.changes()[name].ratio, abs=1e-6)
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_are_those_of_the_weights_and_of_the_context(tied):
+    model = GPT(GPTConfig(**SHAPE, tied=tied)).half()
+    costs = count_bytes(model)
+    attention, mlp = costs.sublayers["blocks.1.attention"], costs.sublayers["blocks.1.mlp"]
+    assert attention.weights == 2 * (16 * (4 + 2 * 2) * 4 + 16 * 16 + 16)
+    assert attention.at(10) - attention.at(4) == 6 * 2 * (2 * 2 * 4)
+    assert mlp.at(10) == mlp.at(0) == 2 * (3 * 16 * 24 + 16)
+    assert costs.total(0) == 2 * (sum(each.numel() for each in model.parameters()) - (0 if tied else 31 * 16))
+    assert costs.total(7) - costs.total(0) == 3 * 7 * 2 * (2 * 2 * 4)
+
+
+def test_a_sliding_window_bounds_what_attention_costs():
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MistralConfig(vocab_size=31, num_key_value_heads=2, sliding_window=5, **shape)
+    cost = count_bytes(adapt(transformers.MistralForCausalLM(config), 32)).sublayers["model.layers.0.self_attn"]
+    assert cost.at(5) == cost.at(30) > cost.at(4)
+
+
+# -- choice ------------------------------------------------------------------------------------------------------------
+
+
+def statistics(harms, sizes, loss=None):
+    kinds = ("attention", "feed-forward")
+    candidates = [
+        Candidate(f"{i}", kinds[i % 2], i // 2, size, 1 - harm, 1 + 0.1 * i, harm)
+        for i, (harm, size) in enumerate(zip(harms, sizes, strict=True))
+    ]
+    blocks = [1 - harms[2 * i] - harms[2 * i + 1] for i in range(len(harms) // 2)]
+    return Statistics(candidates, blocks, sum(sizes) + 10, loss)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(1, 40)), min_size=2, max_size=8).filter(lambda x: len(x) % 2 == 0),
+    st.floats(0, 1),
+)
+@settings(max_examples=150)
+def test_the_knapsack_is_solved_exactly(sublayers, share):
+    harms, sizes = zip(*sublayers, strict=True)
+    given = statistics(harms, sizes)
+    budget = share * sum(sizes)
+    chosen = least_harm(given, budget)
+    assert saved_bytes(given, chosen) >= budget
+    assert all(chosen[name] == 1 + 0.1 * int(name) for name in chosen)
+    every = (set(each) for n in range(len(harms) + 1) for each in combinations(range(len(harms)), n))
+    least = min(sum(harms[i] for i in each) for each in every if sum(sizes[i] for i in each) >= budget)
+    assert sum(harms[int(name)] for name in chosen) == pytest.approx(least, abs=1e-9)
+
+
+def test_bytes_without_a_common_divisor_are_rounded_in_favour_of_the_budget(monkeypatch):
+    monkeypatch.setattr(choice, "GRID", 10)
+    given = statistics([0.1, 0.2, 0.3, 0.4], [997, 1009, 1013, 1021])
+    for budget in (1, 900, 1500, 2500, 4040):
+        assert saved_bytes(given, least_harm(given, budget)) >= budget
+
+
+@pytest.mark.parametrize("rule", [least_harm, baselines.early_exit, baselines.released_adaskip, baselines.layer_drop])
+def test_more_than_all_sublayers_is_refused(rule):
+    with pytest.raises(ConfigError, match=r"all sublayers together are 91%"):
+        rule(statistics([0.1] * 4, [25] * 4), 101)
+
+
+def test_published_rules_choose_what_they_are_published_to_choose():
+    sizes = [30, 10] * LAYERS
+    given = statistics([0.5, 0.01, 0.02, 0.5, 0.3, 0.1, 0.4, 0.4, 0.1, 0.1, 0.6, 0.6], sizes)
+
+    def layers(ratios):
+        assert set(ratios.values()) <= {1.0}
+        found = sorted({int(name) // 2 for name in ratios})
+        assert len(ratios) == 2 * len(found)  # whole ones
+        return found
+
+    assert layers(baselines.early_exit(given, 80)) == [4, 5]
+    assert layers(baselines.early_exit(given, 81)) == [3, 4, 5]
+    assert layers(baselines.unified_skipping(given, 80)) == [1, 4]
+    assert layers(baselines.unified_skipping(given, 120)) == [1, 3, 5]
+    assert layers(baselines.layer_drop(given, 80)) == [2, 4]
+    assert list(baselines.released_adaskip(given, 50)) == ["1", "2", "5"]  # by similarity alone, 50 bytes
+    assert list(baselines.released_adaskip(given, 51)) == ["1", "2", "5", "8"]
+    # Skipped layers rise from one to three over the text, which is two on average.
+    assert layers(baselines.skip_decode(given, 80, progress=0.0)) == [1]
+    assert layers(baselines.skip_decode(given, 80, progress=1.0)) == [1, 2, 3]
+    grid = [(i + 0.5) / 32 for i in range(32)]
+    mean = sum(saved_bytes(given, baselines.skip_decode(given, 80, at)) for at in grid) / 32
+    assert mean >= 80
+
+
+def test_the_oracle_takes_what_costs_least_for_its_bytes_together_with_what_is_skipped_already():
+    alone = {"0": 0.3, "1": 0.05, "2": 0.2, "3": 0.5}
+
+    def loss(ratios):  # "1" and "2" do each other's work: one of them may go
+        return sum(alone[name] for name in ratios) + (1.0 if {"1", "2"} <= ratios.keys() else 0.0)
+
+    given = statistics([0.1] * 4, [30, 10, 30, 10], loss)
+    assert list(baselines.greedy_oracle(given, 10)) == ["1"]
+    assert list(baselines.greedy_oracle(given, 40)) == ["1", "0"]
+    with pytest.raises(ConfigError, match="loss"):
+        baselines.greedy_oracle(statistics([0.1] * 4, [1] * 4), 1)
