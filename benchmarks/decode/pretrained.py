@@ -15,7 +15,7 @@ from benchmarks.harness import OutOfBudget
 from benchmarks.sparse.contest import recipe, stored
 
 LAYERS, CONTEXT, SHORT = 12, 2048, 256
-STEPS = {SHORT: 720, CONTEXT: 160}
+STEPS = {SHORT: 720, CONTEXT: 64}
 """Steps of 2048 tokens at each length of sample."""
 
 
