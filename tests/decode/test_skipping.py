@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import adapt
-from shoestring.decode.skipping import baselines, choice
+from shoestring.decode.drafters import skipping as drafting
+from shoestring.decode.drafters.skipping import SkippingDrafter
+from shoestring.decode.engine import Engine, Request, Row
+from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.skipping import adapters, baselines, choice
+from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.choice import Candidate, Statistics, least_harm, saved_bytes
 from shoestring.decode.skipping.cost import count_bytes
 from shoestring.decode.skipping.importance import Observer
+from shoestring.decode.skipping.plan import SkipPlan, make_plan
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.sublayers import skipping, sublayers
 
@@ -190,3 +196,120 @@ def test_the_oracle_takes_what_costs_least_for_its_bytes_together_with_what_is_s
     assert list(baselines.greedy_oracle(given, 40)) == ["1", "0"]
     with pytest.raises(ConfigError, match="loss"):
         baselines.greedy_oracle(statistics([0.1] * 4, [1] * 4), 1)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_saves_what_it_says_and_survives_a_file(model, tmp_path):
+    plan = make_plan(model, [TOKENS], 0.4, context=16)
+    costs = count_bytes(model)
+    saved = sum(costs.sublayers[name].at(16) for name in plan.ratios) / costs.total(16)
+    assert plan.saved == pytest.approx(saved)
+    assert 0.4 <= plan.saved < 0.6
+    plan.save(tmp_path / "plan.json")
+    assert SkipPlan.load(tmp_path / "plan.json") == plan
+    for text in ("", "[]", '{"format": 2}', '{"format": 1, "ratios": {"a": "b"}, "context": 1, "saved": 0.1}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no skip plan"):
+            SkipPlan.load(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match="share of 1"):
+        make_plan(model, [TOKENS], 1.0, context=16)
+
+
+@torch.no_grad()
+def test_a_plan_in_every_pass_takes_no_memory_for_attention_that_is_skipped(model):
+    ratios = {"blocks.0.attention": 1.1, "blocks.1.mlp": 0.9}
+    engine = Engine(Skipping(adapt(model), SkipPlan(ratios, 0, 0.0)))
+    row = engine.submit(Request(tokens=[1, 2, 3], max_new=12, sampling=Sampling(temperature=0)))
+    while engine.busy:
+        engine.step()
+    assert sorted(engine.cache.layers) == [1, 2]
+    history = [1, 2, 3]
+    with skipping(model, ratios):
+        for token in row.text:
+            assert token == int(model(torch.tensor([history]))[0, -1].argmax())
+            history.append(token)
+
+
+@torch.no_grad()
+def test_online_the_prompt_is_read_whole_and_more_feed_forward_is_skipped_where_it_costs_as_little(model, monkeypatch):
+    monkeypatch.setattr(adapters, "LEARNT", 10)
+    monkeypatch.setattr(adapters, "WATCHED", 6)
+    online = OnlineSkipping(adapt(model), 0.3, context=16)
+    cache, chosen = online.new_cache(1, 32), []
+    whole = online.read(TOKENS[:1], cache)
+    torch.testing.assert_close(whole, model(TOKENS[:1]))  # eight tokens are too few: two more are decoded whole
+    tokens = torch.arange(18)
+    for index, token in enumerate(tokens):
+        logits = online.read(token.view(1, 1), cache)
+        if index < 2:
+            expected = model(torch.cat([TOKENS[0], tokens[: index + 1]])[None])[:, -1:]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        chosen.append(dict(online.ratios))
+    assert chosen[1] == {}
+    first, last = chosen[2], chosen[-1]
+    assert sum(count_bytes(model).sublayers[name].at(16) for name in first) >= 0.3 * count_bytes(model).total(16)
+    assert first.items() <= last.items()
+    assert all(name.endswith("mlp") for name in last.keys() - first.keys())
+    assert chosen[7] == first  # what was watched counts after six tokens
+    assert all(each == last for each in chosen[8:])
+
+
+def test_the_price_of_a_choice_admits_what_costs_no_more():
+    given = statistics([0.3, 0.04, 0.1, 0.2], [30, 10, 30, 10])
+    assert choice.price(given, {"1": 1.0}) == pytest.approx(0.004)
+    assert choice.price(given, {}) == 0
+    assert list(choice.within_price(given, 0.005)) == ["1"]
+    assert list(choice.within_price(given, 0.004, "attention")) == ["2"]
+
+
+# -- drafting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_drafting_without_sublayers_changes_no_text_and_leaves_the_cache_as_it_was(model, slots, monkeypatch):
+    monkeypatch.setattr(drafting, "LEAST", 6)
+    model = model.double()
+
+    def generate(**options):
+        engine = Engine(model, slots=slots, **options)
+        rows = [
+            engine.submit(Request(tokens=[1 + i, 2, 3], max_new=12 + i, sampling=Sampling(temperature=i % 2, seed=i)))
+            for i in range(5)
+        ]
+        while engine.busy:
+            engine.step()
+        return [row.text for row in rows], engine
+
+    speculation = Speculation(draft_length=3)
+    drafter = SkippingDrafter(speculation, share=0.2)
+    texts, engine = generate(drafter=drafter, speculation=speculation)
+    plain, without = generate()
+    assert texts == plain
+    assert 0 < engine.counts.drafts.accepted[0] < engine.counts.drafts.drafts
+    assert drafter.ratios
+    assert engine.counts.passes < without.counts.passes
+    for layer, pair in engine.cache.layers.items():
+        for mine, theirs in zip(pair, without.cache.layers[layer], strict=True):
+            for row, length in enumerate(engine.cache.lengths[:1]):
+                torch.testing.assert_close(mine[row, :, :length], theirs[row, :, :length], rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_drafts_lie_behind_the_text_and_are_overwritten_when_they_are_verified(model):
+    adapter = adapt(model)
+    cache = adapter.new_cache(1, 32)
+    adapter.read(TOKENS[:1], cache)
+    drafter = SkippingDrafter(Speculation(draft_length=3), ratios={"blocks.1.attention": 1.0})
+    drafter.attach(adapter, cache)
+    row = Row(Request(tokens=[1], max_new=9), [*TOKENS[0].tolist(), 4], slot=0)
+    before = {layer: pair[0].clone() for layer, pair in cache.layers.items()}
+    (draft,) = drafter.draft([row], [3])
+    assert len(draft.tokens) == 3
+    assert cache.lengths == [8]
+    written = [layer for layer in before if not torch.equal(before[layer], cache.layers[layer][0])]
+    assert written == [0, 2]
+    full, fresh = adapter.read(torch.tensor([[4, *draft.tokens]]), cache), adapter.new_cache(1, 32)
+    whole = adapter.read(torch.tensor([[*row.history, *draft.tokens]]), fresh)
+    torch.testing.assert_close(full, whole[:, 8:], rtol=1e-4, atol=1e-4)

@@ -77,6 +77,8 @@ class Engine:
         self.chunk = chunk
         self.speculation = speculation or Speculation()
         self.speculator = None if drafter is None else Speculator(drafter, self.speculation)
+        if drafter is not None:
+            drafter.attach(self.model, self.cache)
         self.counts = Counts()
         self.seated: list[Row | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # tokens that the cache holds of texts that have ended

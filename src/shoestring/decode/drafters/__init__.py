@@ -35,7 +35,9 @@ def open_drafter(
     if speculation.drafter == LOOKUP:
         return PromptLookup()
     if speculation.drafter == SKIP:
-        raise ConfigError("drafting by skipping sublayers is not built yet")
+        from shoestring.decode.drafters.skipping import SkippingDrafter
+
+        return SkippingDrafter(speculation)
     return _model_drafter(speculation, model, tokenizer, slots, room)
 
 

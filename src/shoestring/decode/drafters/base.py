@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from shoestring.decode.adapter import Adapter
     from shoestring.decode.request import Row
+    from shoestring.models.cache import KVCache
 
 
 class DraftTokens(NamedTuple):
@@ -27,6 +29,13 @@ class Drafter(ABC):
     A row's `history` is all verified, and grows in place. A drafter that keeps state keeps it by `row.slot`, and finds
     out itself what has changed: tokens that were rejected, a new row in the slot, a new `row.begin`.
     """
+
+    def attach(self, model: Adapter, cache: KVCache) -> None:  # noqa: B027  # most drafters have no use for it
+        """Called once, by the engine that verifies, with its model and the cache of its texts.
+
+        A drafter may draft in that cache, behind the texts: a pass overwrites what lies behind a row's length. It must
+        leave the lengths as they were.
+        """
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
         """How good a draft each row would get, before anything is drafted: a small number that stands for drafts that

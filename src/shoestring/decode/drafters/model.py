@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shoestring.decode.adapter import Adapter
-from shoestring.decode.drafters.base import Drafter, DraftTokens
-from shoestring.decode.drawing import Drawn, Positions, draw
-from shoestring.decode.randomness import Purpose, key
+from shoestring.decode.drafters.base import DraftTokens
+from shoestring.decode.drafters.stepwise import StepwiseDrafter
 from shoestring.decode.settings import Speculation
 from shoestring.decode.window import common, window_start
 
@@ -43,15 +41,15 @@ class _Held:
         return 0
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(StepwiseDrafter):
     """Drafts by a model with a cache of its own, for all rows of a batch at once.
 
-    Rejected tokens are forgotten, and tokens that it has not read are read in one pass with the first draft. It samples
-    as the request does: where verification is invariant, by the random numbers of the text itself.
+    Rejected tokens are forgotten, and tokens that it has not read are read in one pass with the first draft.
     """
 
     def __init__(self, model: Adapter, slots: int, speculation: Speculation, room: int | None = None) -> None:
-        self.model, self.invariant = model, speculation.verification == "invariant"
+        super().__init__(speculation)
+        self.model = model
         self.window = min(model.context, (room or model.context) + speculation.max_draft_length)
         self.margin = min(speculation.max_draft_length, self.window // 2)
         self.cache = model.new_cache(slots, self.window)
@@ -60,23 +58,13 @@ class ModelDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         """One pass for each token of the longest draft, over the rows that still want one."""
-        drafts: list[list[Drawn]] = [[] for _ in rows]
-        wanted = [min(count, self.margin) for count in counts]
-        asked = [index for index, count in enumerate(wanted) if count]
-        fresh = {index: self._catch_up(rows[index]) for index in asked}
-        for step in range(max(wanted, default=0)):
-            asked = [index for index in asked if wanted[index] > step]
-            logits = self._read({rows[index].slot: fresh[index] for index in asked})
-            positions = [self._positions(rows[index], drafts[index], logits[rows[index].slot]) for index in asked]
-            for index, drawn in zip(asked, draw(positions), strict=True):
-                drafts[index].append(drawn)
-                fresh[index] = drawn.tokens
-        for row, drawn in zip(rows, drafts, strict=True):
-            if drawn:  # the last token was not read
-                self.held[row.slot].drafted = [token for each in drawn[:-1] for token in each.tokens]
-        return [self._result(row, drawn) for row, drawn in zip(rows, drafts, strict=True)]
+        drafts = super().draft(rows, [min(count, self.margin) for count in counts])
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft.tokens:  # the last token was not read
+                self.held[row.slot].drafted = draft.tokens[:-1]
+        return drafts
 
-    def _catch_up(self, row: Row) -> list[int]:
+    def _unread(self, row: Row) -> list[int]:
         """Forget what is not in the text, and read what is new but for the last tokens, which are returned."""
         history, held = row.history, self.held[row.slot]
         begin = row.begin + window_start(len(history) - row.begin + self.margin, self.window)
@@ -89,27 +77,3 @@ class ModelDrafter(Drafter):
             place = slice(row.slot, row.slot + 1)
             self.model.read(torch.tensor([piece]), self.cache, rows=place, wanted="last")
         return unread
-
-    def _read(self, fresh: dict[int, list[int]]) -> dict[int, Tensor]:
-        """The logits (1, V) that follow the fresh tokens of each slot."""
-        first, end = min(fresh), max(fresh) + 1
-        counts = [len(fresh.get(slot, ())) for slot in range(first, end)]
-        tokens = torch.zeros(end - first, max(counts), dtype=torch.int64)
-        for slot, own in fresh.items():
-            tokens[slot - first, : len(own)] = torch.tensor(own)
-        logits = self.model.read(tokens, self.cache, rows=slice(first, end), counts=counts)
-        return {slot: logits[slot - first, len(own) - 1 : len(own)] for slot, own in fresh.items()}
-
-    def _positions(self, row: Row, drawn: Sequence[Drawn], logits: Tensor) -> Positions:
-        text = [*row.history, *(token for each in drawn for token in each.tokens)] if drawn else row.history
-        seed, start = row.request.sampling.seed, len(row.history)
-        if self.invariant:
-            own = key(seed, Purpose.TEXT, len(text))
-        else:
-            own = key(seed, Purpose.DRAFT, len(text), start)
-        return Positions(logits, text, row.request.sampling, [own])
-
-    def _result(self, row: Row, drawn: Sequence[Drawn]) -> DraftTokens:
-        tokens = [token for each in drawn for token in each.tokens]
-        chances = [each.chances for each in drawn if each.chances is not None]
-        return DraftTokens(tokens, torch.cat(chances) if chances and not self.invariant else None)

@@ -88,3 +88,15 @@ def check_reachable(statistics: Statistics, budget: float) -> None:
             f"{most / statistics.total:.0%}",
             hint="give a smaller share",
         )
+
+
+def price(statistics: Statistics, ratios: Ratios) -> float:
+    """The most harm for a byte saved among sublayers that are skipped; 0 where none is."""
+    skipped = (each for each in statistics.candidates if each.name in ratios)
+    return max((each.harm / each.bytes for each in skipped), default=0.0)
+
+
+def within_price(statistics: Statistics, most: float, kind: Kind = "feed-forward") -> Ratios:
+    """The sublayers of a kind whose harm for a byte is at most so much."""
+    candidates = (each for each in statistics.candidates if each.kind == kind)
+    return {each.name: each.ratio for each in candidates if each.harm / each.bytes <= most}

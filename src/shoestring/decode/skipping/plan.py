@@ -15,15 +15,14 @@ from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.skipping.choice import Candidate, Ratios, Rule, Statistics, least_harm, saved_bytes
 from shoestring.decode.skipping.cost import Costs, count_bytes
 from shoestring.decode.skipping.importance import Observer
-from shoestring.models.cache import CachePlace, KVCache
-from shoestring.models.sublayers import skipping, sublayers
+from shoestring.models.sublayers import sublayers
 from shoestring.storage.whole import write_atomic
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class SkipPlan:
     """Sublayers to skip, and what that was expected to save."""
 
     ratios: Ratios
@@ -37,23 +36,24 @@ class Plan:
         write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=2).encode() + b"\n")
 
     @staticmethod
-    def load(path: Path) -> Plan:
+    def load(path: Path) -> SkipPlan:
         """Raises: ConfigError, the file is missing or no plan."""
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
             assert table.pop("format") == FORMAT
-            plan = Plan(**table)
+            plan = SkipPlan(**table)
             assert all(isinstance(ratio, float | int) for ratio in plan.ratios.values())
         except (OSError, ValueError, AssertionError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"`{path}` is no skip plan: {error or 'not its format'}", hint="write one with `shoestring skip MODEL --out FILE`"
+                f"`{path}` is no skip plan: {error or 'not its format'}",
+                hint="write one with `shoestring skip MODEL --out FILE`",
             ) from error
         return plan
 
 
 def make_plan(
     model: nn.Module | Adapter, batches: Iterable[Tensor], share: float, *, context: int, rule: Rule = least_harm
-) -> Plan:
+) -> SkipPlan:
     """The sublayers that save a share of the bytes moved for a token, by what they do to the stream on sample text.
 
     Args:
@@ -72,7 +72,7 @@ def make_plan(
             adapter.read(batch, adapter.new_cache(*batch.shape), wanted="last")
     statistics = gather(observer, count_bytes(adapter), context)
     ratios = rule(statistics, share * statistics.total)
-    return Plan(ratios, context, saved_bytes(statistics, ratios) / statistics.total)
+    return SkipPlan(ratios, context, saved_bytes(statistics, ratios) / statistics.total)
 
 
 def check_share(share: float) -> None:
@@ -97,18 +97,3 @@ def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
         for name, change in changes.items()
     ]
     return Statistics(candidates, [each.similarity for each in observer.block_changes()], costs.total(context))
-
-
-class Skipping(Adapter):
-    """A model without the sublayers of a plan, in every pass: it takes no keys and values of skipped attention."""
-
-    def __init__(self, inner: Adapter, ratios: Ratios) -> None:
-        super().__init__(inner.model, inner.context)
-        self.inner, self.ratios = inner, dict(ratios)
-
-    def new_cache(self, rows: int, length: int) -> KVCache:
-        return self.inner.new_cache(rows, length)
-
-    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
-        with skipping(self.model, self.ratios):
-            return self.inner.logits(tokens, cache, place, last)
