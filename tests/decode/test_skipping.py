@@ -15,7 +15,7 @@ from shoestring.decode.engine import Engine, Request, Row
 from shoestring.decode.settings import Sampling, Speculation
 from shoestring.decode.skipping import adapters, baselines, choice
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
-from shoestring.decode.skipping.choice import Candidate, Statistics, least_harm, saved_bytes
+from shoestring.decode.skipping.choice import SkipCandidate, Statistics, least_harm, saved_bytes
 from shoestring.decode.skipping.cost import count_bytes
 from shoestring.decode.skipping.importance import Observer
 from shoestring.decode.skipping.plan import SkipPlan, make_plan
@@ -123,7 +123,7 @@ def test_a_sliding_window_bounds_what_attention_costs():
 def statistics(harms, sizes, loss=None):
     kinds = ("attention", "feed-forward")
     candidates = [
-        Candidate(f"{i}", kinds[i % 2], i // 2, size, 1 - harm, 1 + 0.1 * i, harm)
+        SkipCandidate(f"{i}", kinds[i % 2], i // 2, size, 1 - harm, 1 + 0.1 * i, harm)
         for i, (harm, size) in enumerate(zip(harms, sizes, strict=True))
     ]
     blocks = [1 - harms[2 * i] - harms[2 * i + 1] for i in range(len(harms) // 2)]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.skipping.choice import Candidate, Ratios, Statistics, check_reachable, saved_bytes
+from shoestring.decode.skipping.choice import SkipCandidate, Ratios, Statistics, check_reachable, saved_bytes
 
 
 def early_exit(statistics: Statistics, budget: float) -> Ratios:
@@ -89,7 +89,7 @@ def _without(statistics: Statistics, layers: Iterable[int]) -> Ratios:
     return {each.name: 1.0 for each in statistics.candidates if each.layer in left_out}
 
 
-def _until(statistics: Statistics, budget: float, groups: Iterable[list[Candidate]]) -> Ratios:
+def _until(statistics: Statistics, budget: float, groups: Iterable[list[SkipCandidate]]) -> Ratios:
     """As many of the groups, in their order, as save the budget."""
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}

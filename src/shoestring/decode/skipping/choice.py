@@ -17,7 +17,7 @@ GRID = 20_000
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SkipCandidate:
     """A sublayer that might be skipped."""
 
     name: str
@@ -35,7 +35,7 @@ class Candidate:
 class Statistics:
     """What a rule chooses by."""
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[SkipCandidate]
     """In the order in which they run."""
     blocks: Sequence[float]
     """cos(x, y) of whole blocks."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import Adapter, adapt
-from shoestring.decode.skipping.choice import Candidate, Ratios, Rule, Statistics, least_harm, saved_bytes
+from shoestring.decode.skipping.choice import SkipCandidate, Ratios, Rule, Statistics, least_harm, saved_bytes
 from shoestring.decode.skipping.cost import Costs, count_bytes
 from shoestring.decode.skipping.importance import Observer
 from shoestring.models.sublayers import sublayers
@@ -85,7 +85,7 @@ def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
     """What rules choose by, of what was observed."""
     known, changes = sublayers(observer.model), observer.changes()
     candidates = [
-        Candidate(
+        SkipCandidate(
             name,
             known[name].kind,
             known[name].layer,
