@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.skipping.choice import SkipCandidate, Ratios, Statistics, check_reachable, saved_bytes
+from shoestring.decode.skipping.choice import Ratios, SkipCandidate, Statistics, check_reachable, saved_bytes
 
 
 def early_exit(statistics: Statistics, budget: float) -> Ratios:

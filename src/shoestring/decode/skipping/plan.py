@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import Adapter, adapt
-from shoestring.decode.skipping.choice import SkipCandidate, Ratios, Rule, Statistics, least_harm, saved_bytes
+from shoestring.decode.skipping.choice import Ratios, Rule, SkipCandidate, Statistics, least_harm, saved_bytes
 from shoestring.decode.skipping.cost import Costs, count_bytes
 from shoestring.decode.skipping.importance import Observer
 from shoestring.models.sublayers import sublayers
