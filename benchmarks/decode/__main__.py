@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation
+from benchmarks.decode import distillation, exactness, speculation
+from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
@@ -32,8 +33,12 @@ def command(argv: Sequence[str]) -> int:
     def drafters() -> distillation.Drafters:
         return distillation.Drafters(known.runs / "distillation", known.cache, check=deadline.check)
 
+    @cache
+    def pairs() -> speculation.Contest:
+        return speculation.Contest(Pairs(known.cache, check=deadline.check))
+
     def rows() -> list[Bar]:
-        return [*decode.gpu_rows(), *distillation.rows(drafters)]
+        return [*exactness.rows(), *speculation.rows(pairs), *decode.gpu_rows(), *distillation.rows(drafters)]
 
     return main("decode", rows, rest, RESULTS)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.decode.exactness import CONTEXT, close_pair, difference, differences
 from shoestring.core.errors import NonFiniteError
 from shoestring.decode.adapter import OwnModel
 from shoestring.decode.drafters.base import Drafter, DraftTokens
@@ -10,20 +11,6 @@ from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine, Request, generate
 from shoestring.decode.settings import Sampling, Speculation
-from shoestring.models.gpt import GPT, GPTConfig
-
-SHAPE = {"vocab_size": 12, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
-CONTEXT = 120
-
-
-def close_pair(context=CONTEXT):
-    """A model, and a drafter with its embedding and its first block, which agrees with it about half the time."""
-    torch.manual_seed(0)
-    target = GPT(GPTConfig(**SHAPE, layers=3, context=context, init_std=0.35)).double()
-    draft = GPT(GPTConfig(**SHAPE, layers=1, context=context, init_std=0.35)).double()
-    weights = target.state_dict()
-    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
-    return target, draft
 
 
 @pytest.fixture(scope="module")
@@ -149,20 +136,11 @@ def test_the_caches_after_rollback_are_those_of_a_fresh_prefill(pair, kind):
         for row in rows:
             if row.ending is None and (length := engine.cache.lengths[row.slot]):
                 assert length <= len(row.history)
-                compare(engine.model, engine.cache, row.slot, row.history[:length])
+                assert difference(engine.model, engine.cache, row.slot, row.history[:length]) < 1e-10
                 if kind == "model" and row.drafted:
-                    kept = drafter.held[row.slot].kept(row.history, 0)
-                    compare(drafter.model, drafter.cache, row.slot, row.history[:kept])
+                    assert max(differences(engine, drafter, row)) < 1e-10
                 checked += 1
     assert checked > 20
-
-
-def compare(adapter, cache, slot, tokens):
-    fresh = adapter.new_cache(1, CONTEXT)
-    adapter.read(torch.tensor([tokens]), fresh)
-    for layer, pair in fresh.layers.items():
-        for held, expected in zip(cache.layers[layer], pair, strict=True):
-            torch.testing.assert_close(held[slot, :, : len(tokens)], expected[0, :, : len(tokens)], rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
