@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, nearest
+from shoestring.models import skinny
 from shoestring.models.cache import CachePlace, KVCache
 
 
@@ -141,6 +142,15 @@ class Past:
         else:
             self.seen = {"attn_mask": place.mask()}
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What queries (B, T, H, D) get from the cache and from the (B, K, T, D) `k` and `v` of their own tokens."""
+        k, v = self.cache.append(layer, k, v, self.place)
+        mixed = skinny.attention(q, k, v, self.place.positions)
+        if mixed is None:
+            q, grouped = q.transpose(1, 2), q.shape[2] > k.shape[1]
+            mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **self.seen).transpose(1, 2)
+        return mixed
+
 
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key/value heads in groups of H / K."""
@@ -155,13 +165,15 @@ class Attention(nn.Module):
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
-        q, k = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)  # B H T D, B K T D
-        v = heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # B K T D
-        if past is not None:
-            k, v = past.cache.append(self.layer, k, v, past.place)
-        seen: dict[str, Any] = {"is_causal": True} if past is None else past.seen
-        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.heads > self.kv_heads, **seen)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, C))
+        q, k = turned.split([self.heads, self.kv_heads], dim=2)  # B T H D, B T K D
+        k, v = k.transpose(1, 2), heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # B K T D
+        if past is None:
+            grouped = self.heads > self.kv_heads
+            mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=grouped, is_causal=True)
+            mixed = mixed.transpose(1, 2)
+        else:
+            mixed = past.attend(self.layer, q, k, v)
+        return self.out(mixed.reshape(B, T, C))
 
 
 class MLP(nn.Module):

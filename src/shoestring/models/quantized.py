@@ -192,12 +192,23 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
 
 def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
     inputs = x.shape[-1]
-    flat = x.detach().to(torch.float32).reshape(-1, inputs).contiguous()
-    y = flat.new_empty(len(flat), rows)
-    room = torch.empty(len(flat) * weight.shape[1] * _BYTES_OF_A_GROUP, dtype=torch.uint8)
-    pointers = (each.data_ptr() for each in (weight, scales, flat, room, y))
-    kernel(_bits(weight), len(flat), rows, inputs, *pointers, torch.get_num_threads())
-    return y.view(*x.shape[:-1], rows).to(x.dtype)
+    count = x.numel() // inputs
+    flat = x.detach().float().contiguous()
+    y = flat.new_empty((*x.shape[:-1], rows))
+    room = weight.new_empty(count * weight.shape[1] * _BYTES_OF_A_GROUP)
+    kernel(
+        _bits(weight),
+        count,
+        rows,
+        inputs,
+        weight.data_ptr(),
+        scales.data_ptr(),
+        flat.data_ptr(),
+        room.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y.to(x.dtype)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Products of few rows with dense weights on a CPU, natively: what a decoder computes, one or a few tokens at a time.
+"""Products and attention of few tokens on a CPU, natively: what a decoder computes, one or a few tokens at a time.
 
-They are bound by the memory's bandwidth, of which torch's own product reaches a third on the processors measured here
-(`benchmarks/decode/weights.py`); the native one reads a weight once for up to 16 rows. A row of the result is the same
-bit by bit alone and beside others.
+They are bound by the memory's bandwidth, of which torch's own product reaches a third on the processor measured here.
+The native ones read a weight, or a cache, once for up to 16 tokens. What a token gets is the same bit by bit alone and
+beside others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring import native
-from shoestring.models.gpt import Embedding
 
 log = logging.getLogger("shoestring")
 
@@ -39,14 +38,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     kernel = _kernel() if _fits(x, weight) else None
     if kernel is None:
         return F.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    rows, (outputs, inputs) = len(flat), weight.shape
-    y = flat.new_empty(rows, outputs)
-    pointers = (weight.data_ptr(), flat.data_ptr(), y.data_ptr())
-    kernel(int(x.dtype is torch.bfloat16), rows, outputs, inputs, *pointers, torch.get_num_threads())
-    if bias is not None:
-        y += bias
-    return y.view(*x.shape[:-1], outputs)
+    x, (outputs, inputs) = x.contiguous(), weight.shape
+    y = x.new_empty((*x.shape[:-1], outputs))
+    kernel(
+        int(x.dtype is torch.bfloat16),
+        x.numel() // inputs,
+        outputs,
+        inputs,
+        weight.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y if bias is None else y.add_(bias)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
@@ -60,21 +64,76 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and weight.numel() >= FEWEST_WEIGHTS
         and weight.is_contiguous()
         and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
         and type(weight) in (nn.Parameter, Tensor)  # a sharded one has its own products
     )
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None = None) -> Tensor | None:
+    """Causal attention of few tokens to a cache, natively; None where it does not fit, and torch has to compute it.
+
+    Args:
+        q: (B, T, H, D). k, v: (B, K, S, D) with strides in common, read where they are, H a multiple of K.
+        positions: of the queries, int64, (B or 1, T): each sees the positions up to its own, at most S - 1.
+        window: only so many of these, its own included.
+
+    Returns:
+        (B, T, H, D), of the type of q. Sums are in fp32.
+    """
+    B, T, H, D = q.shape
+    fits = (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.bfloat16)
+        and q.dtype is k.dtype is v.dtype
+        and 0 < T <= FEW_ROWS
+        and D % 16 == 0
+        and D <= 256
+        and k.stride() == v.stride()
+        and k.stride(3) == 1
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and type(q) is type(k) is Tensor
+    )
+    kernel = _attention_kernel() if fits else None
+    if kernel is None:
+        return None
+    q, positions = q.contiguous(), positions.contiguous()
+    y = torch.empty_like(q)
+    kernel(
+        int(q.dtype is torch.bfloat16),
+        *(B, H, k.shape[1], T, D, window or 0),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+        *k.stride()[:3],
+        positions.data_ptr(),
+        T if len(positions) > 1 else 0,
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
 @cache
 def _kernel() -> Any:
-    """The C function; None on a machine that cannot compile it."""
-    try:
-        function = native.load("skinny_dense").skinny_dense
-    except native.CompileError as error:
-        log.warning("decoding takes torch's products, which are slower than native ones: %s", error)
-        return None
+    """The C function of products; None on a machine that cannot compile it."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, size, size, size, *[pointer] * 3, ctypes.c_int]
-    function.restype = None
+    return _function("skinny_dense", [ctypes.c_int, *[size] * 3, *[pointer] * 3, ctypes.c_int])
+
+
+@cache
+def _attention_kernel() -> Any:
+    """The C function of attention; None on a machine that cannot compile it."""
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    types = [ctypes.c_int, *[size] * 6, *[pointer] * 3, *[size] * 3, pointer, size, pointer, ctypes.c_int]
+    return _function("skinny_attention", types)
+
+
+def _function(name: str, types: list[Any]) -> Any:
+    try:
+        function = getattr(native.load(name), name)
+    except native.CompileError as error:
+        log.warning("decoding takes torch's functions, which are slower than native ones: %s", error)
+        return None
+    function.argtypes, function.restype = types, None
     return function
 
 
@@ -86,9 +145,9 @@ class Products:
 
     def __init__(self, model: nn.Module) -> None:
         layers = [
-            (module, "logits" if isinstance(module, Embedding) else "forward")
+            (module, "logits" if isinstance(module, nn.Embedding) else "forward")
             for module in model.modules()
-            if isinstance(module, Embedding)
+            if (isinstance(module, nn.Embedding) and hasattr(module, "logits"))
             or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
         ]
         self._methods = [(vars(module), name, partial(_product, module)) for module, name in layers]

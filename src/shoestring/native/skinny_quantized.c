@@ -27,7 +27,7 @@
 #define GROUP 32
 #define LANES 16
 #define MOST_COLUMNS 8
-#define AHEAD 2048 /* bytes that are prefetched before they are needed */
+#define AHEAD 8192 /* bytes before they are needed, weights are fetched into the second-level cache */
 #define LARGEST (127 * 256) /* of the integers that the inputs become: both bytes are then signed ones */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) void block(Product p, int columns, 
         }
         for (int chunk = 0; chunk < bits; chunk++) {
             const bytes packed = *(const bytes *)(weight + chunk * 4 * LANES);
-            __builtin_prefetch(weight + chunk * 4 * LANES + AHEAD);
+            __builtin_prefetch(weight + chunk * 4 * LANES + AHEAD, 0, 2);
             for (int part = 0; part < 8 / bits; part++) {
                 const bytes q = bits == 8 ? packed : part ? packed >> 4 : packed & 15;
                 for (int c = 0; c < columns; c++) {
