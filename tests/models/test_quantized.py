@@ -11,7 +11,7 @@ from torch import nn
 from shoestring import native
 from shoestring.cli import main
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.models import quantized
+from shoestring.models import quantized, rounding
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
 from shoestring.models.saving import save_model
@@ -32,16 +32,16 @@ def test_what_is_packed_unpacks_bit_by_bit(rows, groups, bits, seed):
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(256 if bits == 8 else 16, (rows, groups, 32), generator=generator, dtype=torch.uint8)
     scales = torch.randn(rows, groups, generator=generator).half()
-    weight, packed_scales = quantized.pack(numbers, scales, bits)
+    weight, packed_scales = rounding.pack(numbers, scales, bits)
     assert weight.shape == (-(-rows // 16), groups, 64 * bits) and weight.dtype is torch.uint8
-    back = quantized.unpack(weight, packed_scales, rows)
+    back = rounding.unpack(weight, packed_scales, rows)
     assert torch.equal(back[0], numbers) and torch.equal(back[1], scales)
 
 
 def test_the_order_in_memory_is_the_one_that_is_documented():
     numbers = torch.randint(16, (32, 2, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    eight, scales = quantized.pack(numbers, draw(32, 2), 8)
-    four, _ = quantized.pack(numbers, draw(32, 2), 4)
+    eight, scales = rounding.pack(numbers, draw(32, 2), 8)
+    four, _ = rounding.pack(numbers, draw(32, 2), 4)
     sixteen, group, chunk, row, byte = 1, 1, 2, 5, 3
     assert eight[sixteen, group, chunk * 64 + row * 4 + byte] == numbers[21, group, 4 * chunk + byte]
     low, high = numbers[21, group, 4 * chunk + byte], numbers[21, group, 16 + 4 * chunk + byte]
@@ -54,7 +54,7 @@ def test_rounding_is_to_nearest_and_keeps_zeros(bits):
     weight = draw(5, 96) * torch.logspace(-6, 2, 5)[:, None]
     weight[2, 32:64] = 0
     weight[:, ::3] = 0
-    numbers, scales = quantized.quantize(weight, bits)
+    numbers, scales = rounding.quantize(weight, bits)
     values = (numbers.float() - {8: 128, 4: 8}[bits]) * scales.float()[..., None]
     assert bool((values.flatten(1)[weight == 0] == 0).all())
     least, most = (1, 255) if bits == 8 else (0, 15)
@@ -73,14 +73,14 @@ def test_four_bits_have_less_error_than_the_largest_weight_alone_gives():
     scales = (groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8).half()
     numbers = (groups / scales.float()).round().clamp(-8, 7) + 8
     plain = error(weight, numbers, scales.squeeze(2), 4)
-    assert error(weight, *quantized.quantize(weight, 4), 4) < 0.9 * plain
+    assert error(weight, *rounding.quantize(weight, 4), 4) < 0.9 * plain
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_native_product_agrees_with_float64_in_every_row_alone_and_beside_others(bits):
     for outputs, inputs in ((1, 32), (17, 96), (48, 160), (33, 1024)):
-        packed = quantized.pack(*quantized.quantize(draw(outputs, inputs), bits), bits)
-        dense = quantized.dequantize(*packed, outputs, torch.float64)
+        packed = rounding.pack(*rounding.quantize(draw(outputs, inputs), bits), bits)
+        dense = rounding.dequantize(*packed, outputs, torch.float64)
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16):
             x = draw(rows, inputs, seed=rows) * torch.logspace(-3, 3, rows)[:, None]
             x[0, :32] = 0
@@ -97,17 +97,17 @@ def test_the_native_product_agrees_with_float64_in_every_row_alone_and_beside_ot
 
 def test_extreme_numbers_do_not_overflow():
     numbers = torch.tensor([0, 255], dtype=torch.uint8)[:, None, None].expand(2, 1, 32).contiguous()
-    packed = quantized.pack(numbers, torch.ones(2, 1).half(), 8)
+    packed = rounding.pack(numbers, torch.ones(2, 1).half(), 8)
     x = torch.tensor([1.0, -1.0])[:, None].expand(2, 32)
     y = quantized.quantized_linear(x, *packed, 2)
     torch.testing.assert_close(y, torch.tensor([[-4096.0, 4064.0], [4096.0, -4064.0]]))
 
 
 def test_more_rows_and_double_precision_go_through_the_dequantised_weight():
-    packed = quantized.pack(*quantized.quantize(draw(16, 64), 8), 8)
+    packed = rounding.pack(*rounding.quantize(draw(16, 64), 8), 8)
     for dtype, rows in ((torch.float64, 1), (torch.float32, 100)):
         x = draw(rows, 64).to(dtype)
-        dense = quantized.dequantize(*packed, 16, dtype)
+        dense = rounding.dequantize(*packed, 16, dtype)
         assert torch.equal(quantized.quantized_linear(x, *packed, 16), x @ dense.T)
 
 
@@ -151,11 +151,11 @@ def test_it_compiles_without_a_break():
 )
 def test_what_cannot_be_quantised_is_refused(weight, why):
     with pytest.raises(ConfigError, match=why):
-        quantized.quantize(weight, 8)
+        rounding.quantize(weight, 8)
 
 
 def test_shapes_are_checked_before_memory_is_read():
-    weight, scales = quantized.pack(*quantized.quantize(draw(16, 64), 8), 8)
+    weight, scales = rounding.pack(*rounding.quantize(draw(16, 64), 8), 8)
     with pytest.raises(RuntimeError, match="32 features for a layer of 64"):
         quantized.quantized_linear(torch.ones(1, 32), weight, scales, 16)
     for wrong in ((weight, scales[:, :1], 16), (weight, scales, 17), (weight[..., :100], scales, 16)):
@@ -164,14 +164,14 @@ def test_shapes_are_checked_before_memory_is_read():
 
 
 def test_without_a_compiler_the_weight_is_dequantised_which_is_said_once(monkeypatch, caplog):
-    packed = quantized.pack(*quantized.quantize(draw(16, 64), 4), 4)
+    packed = rounding.pack(*rounding.quantize(draw(16, 64), 4), 4)
     quantized._kernel.cache_clear(), native.load.cache_clear()
     monkeypatch.setenv("PATH", "/nonexistent")
     try:
         x = draw(1, 64)
         for _ in range(2):
             y = quantized.quantized_linear(x, *packed, 16)
-            assert torch.equal(y, x @ quantized.dequantize(*packed, 16, torch.float32).T)
+            assert torch.equal(y, x @ rounding.dequantize(*packed, 16, torch.float32).T)
         (warning,) = (record.getMessage() for record in caplog.records)
         assert "slower than dense ones: `skinny_quantized.c` needs a C compiler" in warning
     finally:

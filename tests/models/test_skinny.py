@@ -16,6 +16,11 @@ def any_size(monkeypatch):
     monkeypatch.setattr(skinny, "FEWEST_WEIGHTS", 1)
 
 
+wide_vectors = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="native attention is for AVX-512"
+)
+
+
 def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -90,6 +95,7 @@ def test_a_model_takes_it_within_the_context_only(tied, any_size):
     (1, 1, 4, 4, 70, 64, None), (2, 3, 4, 2, 200, 32, None), (2, 16, 8, 1, 130, 128, None), (2, 3, 4, 2, 200, 80, 50),
     (1, 1, 2, 2, 1, 16, None), (1, 9, 16, 1, 65, 64, 1),
 ])  # fmt: skip
+@wide_vectors
 @torch.inference_mode()
 def test_attention_agrees_with_float64_in_every_query_alone_and_beside_others(B, T, H, K, S, D, window, dtype):
     q, (k, v) = 3 * draw(B, T, H, D).to(dtype), (draw(B, K, S + 3, D, seed=s).to(dtype)[:, :, :S] for s in (1, 2))
@@ -114,6 +120,7 @@ def skinny_mask(positions, S, window):
     return (seen <= own) & (seen > own - (window or S))
 
 
+@wide_vectors
 @torch.inference_mode()
 def test_attention_that_does_not_fit_is_left_to_torch_and_nan_is_not_hidden():
     positions = torch.arange(3)[None]
@@ -130,6 +137,7 @@ def test_attention_that_does_not_fit_is_left_to_torch_and_nan_is_not_hidden():
     assert y[0, :, 0].isfinite().all() and y[0, 0, 1].isfinite().all() and y[0, 1:, 1].isnan().all()
 
 
+@wide_vectors
 @torch.inference_mode()
 def test_tokens_read_one_by_one_and_together_give_the_same_logits_bit_by_bit(any_size):
     """So drafts change no text, not even by rounding."""

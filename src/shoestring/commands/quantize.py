@@ -8,7 +8,7 @@ from pathlib import Path
 from shoestring.commands.converting import change_of_size, check_new, described, open_source
 from shoestring.core.errors import ConfigError
 from shoestring.models import quantized
-from shoestring.models.quantized import Bits
+from shoestring.models.rounding import Bits
 from shoestring.models.saving import save_like
 
 

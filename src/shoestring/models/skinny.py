@@ -90,6 +90,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
         and D <= 256
         and k.stride() == v.stride()
         and k.stride(3) == 1
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"  # on narrower vectors torch's is faster
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and type(q) is type(k) is Tensor

@@ -13,6 +13,7 @@
 #include <string.h>
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#define INLINED static inline __attribute__((always_inline))
 
 #define LANES 16
 #define CHUNK 64 /* positions; a multiple of LANES */
@@ -33,12 +34,12 @@ typedef struct {
     void *y;                                       /* as q */
 } Problem;
 
-static inline floats load(const void *p, int64_t at, int bf16) {
+INLINED floats load(const void *p, int64_t at, int bf16) {
     if (!bf16) return *(const floats *)((const float *)p + at);
     return (floats)(__builtin_convertvector(*(const halves *)((const uint16_t *)p + at), words) << 16);
 }
 
-static inline void store(void *p, int64_t at, floats v, int bf16) {
+INLINED void store(void *p, int64_t at, floats v, int bf16) {
     if (!bf16) {
         *(floats *)((float *)p + at) = v;
         return;
@@ -47,7 +48,7 @@ static inline void store(void *p, int64_t at, floats v, int bf16) {
     *(halves *)((uint16_t *)p + at) = __builtin_convertvector(even >> 16, halves);
 }
 
-static inline float total(floats v) {
+INLINED float total(floats v) {
     float4 parts[LANES / 4];
     memcpy(parts, &v, sizeof v);
     for (int step = LANES / 8; step; step /= 2)
@@ -56,7 +57,7 @@ static inline float total(floats v) {
 }
 
 /* Half of the lanes of `a` and of `b`, each added to the other half: of 2 x `width` lanes, for every such pair. */
-static inline floats paired(floats a, floats b, const int width) {
+INLINED floats paired(floats a, floats b, const int width) {
     ints low, high;
     for (int i = 0; i < LANES; i++) {
         low[i] = i / width % 2 * LANES + i / (2 * width) * 2 * width + i % width;
@@ -73,19 +74,19 @@ static inline floats paired(floats a, floats b, const int width) {
 }
 
 /* The totals of sixteen vectors, in order. */
-static inline floats totals(floats v[LANES]) {
+INLINED floats totals(floats v[LANES]) {
     for (int i = 0; i < 8; i++) v[i] = paired(v[i], v[i + 8], 8);
     for (int i = 0; i < 4; i++) v[i] = paired(v[i], v[i + 4], 4);
     for (int i = 0; i < 2; i++) v[i] = paired(v[i], v[i + 2], 2);
     return paired(v[0], v[1], 1);
 }
 
-static inline floats larger(floats a, floats b) {
+INLINED floats larger(floats a, floats b) {
     return (floats)(((ints)a & (a > b)) | ((ints)b & ~(a > b)));
 }
 
 /* e^x for x <= 0, to two units in the last place: 2^whole times a polynomial in the fraction (of Cephes' exp2f). */
-static inline floats exponential(floats x) {
+INLINED floats exponential(floats x) {
     floats t = x * 1.44269504f;
     t = (floats)(((ints)t & ~(t < -126.0f)) | ((ints)((floats){0} - 126.0f) & (t < -126.0f))); /* NaN stays */
     const floats rounder = (floats){0} + 12582912.0f, whole = (t + rounder) - rounder, f = t - whole;
@@ -105,7 +106,7 @@ typedef struct {
 } Query;
 
 /* The part of a query that its positions among `from` to `from` + CHUNK have; `vectors` is width / LANES. */
-static inline __attribute__((always_inline)) void add(Problem p, Query *query, const void *k, const void *v, int64_t from, int vectors, int bf16) {
+INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t from, int vectors, int bf16) {
     const int64_t first = query->first > from ? query->first - from : 0;
     const int64_t end = query->end - from < CHUNK ? query->end - from : CHUNK;
     if (first >= end) return;
@@ -146,7 +147,7 @@ static inline __attribute__((always_inline)) void add(Problem p, Query *query, c
 }
 
 /* All queries of a key/value head, up to 64 of them at a time. */
-static inline __attribute__((always_inline)) void head(Problem p, int64_t row, int64_t kv_head, int vectors, int bf16) {
+INLINED void head(Problem p, int64_t row, int64_t kv_head, int vectors, int bf16) {
     const int64_t group = p.heads / p.kv_heads, count = group * p.queries;
     const int64_t start = row * p.row_stride + kv_head * p.head_stride;
     const int64_t *positions = p.positions + row * p.positions_stride;

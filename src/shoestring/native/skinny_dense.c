@@ -13,6 +13,7 @@
 #include <string.h>
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#define INLINED static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -36,11 +37,11 @@ typedef float float4 __attribute__((vector_size(16)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-static inline floats widened(halves bits) {
+INLINED floats widened(halves bits) {
     return (floats)(__builtin_convertvector(bits, words) << 16);
 }
 
-static inline float total(floats v) {
+INLINED float total(floats v) {
     float4 parts[LANES / 4];
     memcpy(parts, &v, sizeof v);
     for (int width = LANES / 8; width; width /= 2)
@@ -49,13 +50,13 @@ static inline float total(floats v) {
 }
 
 /* `count` (at most a vector) floats or bf16 from p, with zeros behind them. */
-static inline floats some_floats(const float *p, int64_t count) {
+INLINED floats some_floats(const float *p, int64_t count) {
     floats v = {0};
     memcpy(&v, p, 4 * count);
     return v;
 }
 
-static inline halves some_halves(const uint16_t *p, int64_t count) {
+INLINED halves some_halves(const uint16_t *p, int64_t count) {
     halves v = {0};
     memcpy(&v, p, 2 * count);
     return v;
@@ -67,7 +68,7 @@ typedef struct {
     void *y;
 } Product;
 
-static inline uint16_t rounded(float value) { /* to bf16, to nearest even */
+INLINED uint16_t rounded(float value) { /* to bf16, to nearest even */
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
@@ -75,7 +76,7 @@ static inline uint16_t rounded(float value) { /* to bf16, to nearest even */
 }
 
 /* `rows` rows of W from `row` on times `columns` rows of x; both counts are constants where this is inlined. */
-static inline __attribute__((always_inline)) void block(Product p, int rows, int columns, int bf16, int64_t row, int64_t column) {
+INLINED void block(Product p, int rows, int columns, int bf16, int64_t row, int64_t column) {
     floats sums[MOST_SUMS];
     for (int i = 0; i < rows * columns; i++) sums[i] = (floats){0};
     int64_t k = 0;
@@ -145,7 +146,7 @@ static inline __attribute__((always_inline)) void block(Product p, int rows, int
         for (; row < end; row++) block(p, 1, n, bf16, row, column); \
         break;
 
-static inline __attribute__((always_inline)) void some_rows(Product p, int columns, int bf16, int64_t row, int64_t end, int64_t column) {
+INLINED void some_rows(Product p, int columns, int bf16, int64_t row, int64_t end, int64_t column) {
     switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 

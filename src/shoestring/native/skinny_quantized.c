@@ -19,6 +19,7 @@
 #include <string.h>
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#define INLINED static inline __attribute__((always_inline))
 
 #if defined(__AVX512VNNI__) || defined(__F16C__)
 #include <immintrin.h>
@@ -50,7 +51,7 @@ typedef struct {
 } Product;
 
 /* Add to each lane the four products of its bytes of `weight` with those at `x`. */
-static inline ints dot4(ints sum, bytes weight, const int8_t *x) {
+INLINED ints dot4(ints sum, bytes weight, const int8_t *x) {
 #if defined(__AVX512VNNI__)
     int32_t four;
     memcpy(&four, x, 4);
@@ -62,7 +63,7 @@ static inline ints dot4(ints sum, bytes weight, const int8_t *x) {
 #endif
 }
 
-static inline floats from_fp16(const uint16_t *bits) {
+INLINED floats from_fp16(const uint16_t *bits) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)bits));
 #else
@@ -79,7 +80,7 @@ static inline floats from_fp16(const uint16_t *bits) {
 }
 
 /* Sixteen rows times `columns` rows of x; `columns` and `bits` are constants where this is inlined. */
-static inline __attribute__((always_inline)) void block(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
+INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
     const int64_t size = LANES * GROUP * bits / 8;
     const uint8_t *weight = p.weight + sixteen * p.groups * size;
     const uint16_t *scales = p.scales + sixteen * p.groups * LANES;
@@ -116,7 +117,7 @@ static inline __attribute__((always_inline)) void block(Product p, int columns, 
 
 #define CASE(n) case n: block(p, n, bits, sixteen, column); break;
 
-static inline __attribute__((always_inline)) void any_columns(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
+INLINED void any_columns(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
     switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 
