@@ -1,7 +1,7 @@
-"""C that ships as source: compiled for this machine at first use, and kept.
+"""C and C++ that ship as source: compiled for this machine at first use, and kept.
 
-The few inner loops that no library offers are C files beside this one. A machine without a compiler gets
-`CompileError`, which says why; every caller has a fallback in torch.
+The few inner loops that no library offers are C files beside this one; what speaks to interfaces of torch and Python is
+C++. A machine without a compiler gets `CompileError`, which says why; every caller has a fallback.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  (brings the OpenMP that libraries are opened against)
+import torch  # brings the OpenMP that libraries are opened against
 
 from shoestring.core.errors import ShoestringError
 from shoestring.storage.guarded import private_folder
 from shoestring.storage.whole import write_atomic
 
-FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-ffp-contract=fast", "-Wall", "-Werror")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=fast", "-Wall", "-Werror")
 SECONDS = 120.0
 """The longest that a compiler may take."""
 
@@ -31,24 +34,49 @@ class CompileError(ShoestringError):
     """There is no compiler, or it does not take the source."""
 
 
+@dataclass(frozen=True)
+class _Language:
+    name: str
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+    links: tuple[str, ...]
+
+
+def _language(suffix: str) -> _Language:
+    if suffix == ".c":
+        # Without linking OpenMP: its entry points are resolved in torch's copy when the library is opened.
+        return _Language("C", ("cc", "gcc", "clang"), ("-std=c11", *FLAGS, "-fopenmp"), ("-lm",))
+    package = Path(torch.__file__).parent
+    headers = [f"-I{package / 'include'}", f"-I{sysconfig.get_path('include')}"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    links = (f"-L{package / 'lib'}", "-ltorch_cpu", "-lc10")
+    # What torch's headers warn of is not ours to mend.
+    flags = ("-std=c++20", *(flag for flag in FLAGS if flag != "-Werror"), "-Wno-unknown-pragmas", abi, *headers)
+    return _Language("C++", ("c++", "g++", "clang++"), flags, links)
+
+
 @cache
 def load(name: str) -> ctypes.CDLL:
-    """The library of the C file `name` of this package; compiled once for this source, compiler and processor.
+    """The library of the C or C++ file `name` of this package; compiled once for what it depends on.
 
-    Parallel loops run in the OpenMP pool that torch has brought with it, so that no second pool competes for the cores.
+    That is the source, the compiler, the processor, and for C++ the versions of torch and Python. Parallel loops of C
+    run in the OpenMP pool that torch has brought with it, so that no second pool competes for the cores.
 
     Raises:
         CompileError: it cannot be compiled or loaded here.
     """
-    source = Path(__file__).with_name(f"{name}.c")
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    source = next(path for path in Path(__file__).parent.glob(f"{name}.c*"))
+    language = _language(source.suffix)
+    compiler = next((found for each in language.compilers if (found := shutil.which(each))), None)
     if compiler is None:
-        raise CompileError(f"`{source.name}` needs a C compiler, and there is none on the PATH", hint="install gcc")
+        raise CompileError(
+            f"`{source.name}` needs a {language.name} compiler, and there is none on the PATH", hint="install g++"
+        )
     try:
-        path = _cache() / f"{name}-{_key(source, compiler)}.so"
+        path = _cache() / f"{name}-{_key(source, compiler, language)}.so"
         if not path.is_file():
-            _compile(compiler, source, path)
-        return _open(path, compiler, source)
+            _compile(compiler, language, source, path)
+        return _open(path, compiler, language, source)
     except OSError as error:  # a full disk, say
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
 
@@ -61,24 +89,25 @@ def _cache() -> Path:
     return private_folder(Path(tempfile.gettempdir()), f"shoestring-native-{os.geteuid()}")
 
 
-def _key(source: Path, compiler: str) -> str:
-    """Changes with the source, the compiler, and the processor (a home may be shared by different machines)."""
+def _key(source: Path, compiler: str, language: _Language) -> str:
+    """Changes with all that the library depends on; a home may be shared by different machines."""
     found = Path(compiler).resolve().stat()
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = (source.read_text(), compiler, str(found.st_size), str(found.st_mtime_ns), processor, *FLAGS)
+    parts = (source.read_text(), compiler, str(found.st_size), str(found.st_mtime_ns), processor, *language.flags)
+    if language.name == "C++":
+        parts += (torch.__version__, sys.version)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, source: Path, path: Path, *more: str) -> None:
-    """Compile without linking OpenMP: its entry points are resolved in torch's copy when the library is opened."""
+def _compile(compiler: str, language: _Language, source: Path, path: Path, *more: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         unlinked, built = Path(folder, "object.o"), Path(folder, "library.so")
         steps = (
-            [compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", str(unlinked)],
-            [compiler, "-shared", *more, str(unlinked), "-o", str(built), "-lm"],
+            [compiler, *language.flags, "-c", str(source), "-o", str(unlinked)],
+            [compiler, "-shared", *more, str(unlinked), "-o", str(built), *language.links],
         )
         for command in steps:
             try:
@@ -91,14 +120,14 @@ def _compile(compiler: str, source: Path, path: Path, *more: str) -> None:
         write_atomic(path, built.read_bytes())
 
 
-def _open(path: Path, compiler: str, source: Path) -> ctypes.CDLL:
+def _open(path: Path, compiler: str, language: _Language, source: Path) -> ctypes.CDLL:
     now = os.RTLD_NOW
     try:
         return ctypes.CDLL(str(path), mode=now)
     except OSError:  # torch came without an OpenMP that this process can see: link the compiler's own
         own = path.with_stem(f"{path.stem}-openmp")
         if not own.is_file():
-            _compile(compiler, source, own, "-fopenmp")
+            _compile(compiler, language, source, own, "-fopenmp")
         try:
             return ctypes.CDLL(str(own), mode=now)
         except OSError as error:

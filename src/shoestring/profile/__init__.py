@@ -1,0 +1,55 @@
+"""Where the time of a program goes, by its own lines: call paths from Python through operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoestring.profile.recording import Profile
+
+__all__ = ["ProfileResult", "load", "profiled"]
+
+
+class ProfileResult:
+    """What `profiled` hands out: its profile once the block has ended."""
+
+    profile: Profile
+
+    def __str__(self) -> str:
+        from shoestring.profile.summary import summary
+
+        return "\n".join(summary(self.profile))
+
+
+@contextmanager
+def profiled(path: Path | str | None = None) -> Iterator[ProfileResult]:
+    """Profile what runs within; the profile is saved also where that raises.
+
+    Args:
+        path: of a file to write.
+
+    Raises:
+        CompileError: the collector cannot be compiled here.
+        RuntimeError: a profile is being recorded already.
+        OSError: the file cannot be written.
+    """
+    from shoestring.profile.collector import Collector
+
+    result, collector = ProfileResult(), Collector()
+    collector.start()
+    try:
+        yield result
+    finally:
+        result.profile = collector.stop().profile()
+        if path is not None:
+            result.profile.save(Path(path))
+
+
+def load(path: Path | str) -> Profile:
+    """The profile in a file; DataError where there is none, or it is damaged."""
+    from shoestring.profile.recording import load
+
+    return load(Path(path))

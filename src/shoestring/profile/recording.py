@@ -1,0 +1,106 @@
+"""A profile as one file: the columns of its call tree, compressed, and what it is of.
+
+The format is numpy's .npz without pickled objects: every column an array, names as one UTF-8 text, and a JSON table.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoestring.core.errors import DataError
+from shoestring.profile.tree import COLUMNS, CallTree, columns
+from shoestring.storage.whole import write_atomic
+
+FORMAT, VERSION = "shoestring-profile", 1
+
+LARGEST = 1 << 30
+"""Bytes of a column, unpacked, beyond which a file is refused."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a profile is of."""
+
+    command: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of the thread that was profiled from start to stop."""
+    overhead: float = 0.0
+    """Seconds of those that recording took; they are not in the tree."""
+    lost: int = 0
+    """Operators whose call path found no room."""
+    steps: int = 0
+    """Optimizer steps; 0 is not known."""
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A call tree, and what it is of."""
+
+    tree: CallTree
+    facts: Facts
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            OSError: the disk.
+        """
+        arrays: dict[str, Any] = {
+            name: column if column.dtype == np.float64 else _narrow(column)
+            for name, column in columns(self.tree).items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "facts": asdict(self.facts)}
+        arrays["names"] = _bytes(json.dumps(list(self.tree.names)))
+        arrays["head"] = _bytes(json.dumps(head))
+        room = io.BytesIO()
+        np.savez_compressed(room, **arrays)
+        write_atomic(path, room.getvalue())
+
+
+def load(path: Path) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        DataError: there is none, or it is damaged, foreign, or of a newer version.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.file_size > LARGEST for entry in archive.infolist()):
+                raise DataError(f"{path} is larger than any profile")
+        with np.load(path, allow_pickle=False) as arrays:
+            head = json.loads(arrays["head"].tobytes())
+            if head["format"] != FORMAT:
+                raise DataError(f"{path} is no profile of shoestring")
+            if head["version"] > VERSION:
+                raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
+            names = json.loads(arrays["names"].tobytes())
+            own = {name: arrays[name].astype(np.int64) for name in COLUMNS}
+            squares = arrays["squares"].astype(np.float64)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(f"{path}: its names are no list of texts")
+        return Profile(CallTree(names=names, squares=squares, **own), Facts(**head["facts"]))
+    except FileNotFoundError as error:
+        raise DataError(f"there is no profile {path}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{path} is not a profile, or damaged: {error}") from error
+
+
+def _narrow(column: np.ndarray) -> np.ndarray:
+    """In the fewest bytes that hold it."""
+    for dtype in (np.int8, np.int16, np.int32):
+        if column.min() >= np.iinfo(dtype).min and column.max() <= np.iinfo(dtype).max:
+            return column.astype(dtype)
+    return column
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)

@@ -1,0 +1,213 @@
+"""The calling-context tree of a profile: call paths from Python's lines through operators, with what they took.
+
+Times are nanoseconds. A node's own time is its inclusive time less that of its children; all own times of a tree add up
+to the time of its root. Backward functions are where they ran; `link` names the operator whose gradient they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoestring.core.errors import DataError
+
+Integers = NDArray[np.int64]
+
+
+class NodeKind(IntEnum):
+    """What a node is; numbers as `native/callpaths.cpp` has them."""
+
+    ROOT = 0
+    PYTHON = 1
+    """A line of a Python function."""
+    OPERATOR = 2
+    BACKWARD = 3
+    """A function of the backward pass."""
+    SPAN = 4
+    """A part that the program names (`record_function`, or a span of shoestring's own)."""
+    LINK = 5
+    """Above the backward functions of one operator of the forward pass."""
+    OVERFLOWN = 6
+    """Call paths that found no room."""
+
+
+COLUMNS = ("parent", "kind", "name", "line", "link", "count", "inclusive", "own", "least", "most")
+
+
+@dataclass(frozen=True)
+class CallTree:
+    """Columns of N nodes; a node comes after its parent, and the first is the root."""
+
+    names: Sequence[str]
+    """Of operators and spans; of Python functions `file<TAB>qualified name`."""
+    parent: Integers
+    """The root's is -1."""
+    kind: Integers
+    name: Integers
+    """Index of `names`."""
+    line: Integers
+    """Of Python nodes, from 1; 0 is not known."""
+    link: Integers
+    """Of LINK nodes, the node whose gradient is computed below; otherwise -1."""
+    count: Integers
+    inclusive: Integers
+    own: Integers
+    least: Integers
+    most: Integers
+    squares: NDArray[np.float64]
+    """Sums of the squares of inclusive times."""
+
+    def __post_init__(self) -> None:
+        size = len(self.parent)
+        sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, "squares")}
+        if size == 0 or set(sizes.values()) != {size}:
+            raise DataError(f"a profile with columns of {sizes} nodes")
+        before = np.arange(size)
+        fits = self.parent[0] == -1 and bool((self.parent[1:] >= 0).all() and (self.parent[1:] < before[1:]).all())
+        within = bool((self.name >= 0).all() and (self.name < len(self.names)).all())
+        linked = bool((self.link >= -1).all() and (self.link < size).all())
+        if not (fits and within and linked):
+            raise DataError("a profile whose nodes name parents, links or names that are not there")
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    @cached_property
+    def depth(self) -> Integers:
+        """Of each node, from 0."""
+        depth = np.zeros(len(self), np.int64)
+        for node in range(1, len(self)):
+            depth[node] = depth[self.parent[node]] + 1
+        return depth
+
+    def label(self, node: int) -> str:
+        """What a person calls a node."""
+        name = self.names[self.name[node]]
+        if self.kind[node] == NodeKind.PYTHON:
+            file, _, function = name.partition("\t")
+            return f"{function} ({file.rsplit('/', 1)[-1]}:{self.line[node]})"
+        if self.kind[node] == NodeKind.LINK:
+            return f"backward of {self.label(int(self.link[node]))}" if self.link[node] >= 0 else "backward"
+        return name or NodeKind(int(self.kind[node])).name.lower()
+
+    def place(self, node: int) -> tuple[str, int]:
+        """The file and line of a Python node."""
+        return self.names[self.name[node]].partition("\t")[0], int(self.line[node])
+
+    def nearest(self, wanted: NDArray[np.bool_]) -> Integers:
+        """Of each node the nearest node at or above it that is wanted, -1 where there is none.
+
+        Below a link the search goes on from the operator of the forward pass, so backward functions have its lines.
+        """
+        found = np.full(len(self), -1, np.int64)
+        for node in range(len(self)):
+            if wanted[node]:
+                found[node] = node
+            elif self.link[node] >= 0 and self.link[node] < node and found[self.link[node]] >= 0:
+                found[node] = found[self.link[node]]
+            elif node:
+                found[node] = found[self.parent[node]]
+        return found
+
+
+def totals(parent: Integers, own: Integers) -> Integers:
+    """Inclusive times from own ones."""
+    inclusive = own.copy()
+    for node in range(len(parent) - 1, 0, -1):
+        inclusive[parent[node]] += inclusive[node]
+    return inclusive
+
+
+class TreeBuilder:
+    """Builds a tree from others: call paths that are equal become one node."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {"": 0}
+        self.nodes: dict[tuple[int, int, int, int, int], int] = {}
+        self.rows: list[list[int]] = [[-1, 0, 0, 0, -1]]
+        self.numbers: list[list[int]] = [[0, 0, 2**62, 0]]  # count, own, least, most
+        self.squares: list[float] = [0.0]
+
+    def node(self, parent: int, kind: int, name: str, line: int = 0, link: int = -1) -> int:
+        """The node of this kind below `parent`."""
+        key = (parent, kind, self.names.setdefault(name, len(self.names)), line, link)
+        if key not in self.nodes:
+            self.nodes[key] = len(self.rows)
+            self.rows.append([*key])
+            self.numbers.append([0, 0, 2**62, 0])
+            self.squares.append(0.0)
+        return self.nodes[key]
+
+    def add(
+        self, node: int, *, count: int = 0, own: int = 0, least: int = 2**62, most: int = 0, squares: float = 0.0
+    ) -> None:
+        """Add calls to a node."""
+        numbers = self.numbers[node]
+        numbers[0] += count
+        numbers[1] += own
+        numbers[2] = min(numbers[2], least)
+        numbers[3] = max(numbers[3], most)
+        self.squares[node] += squares
+
+    def graft(self, tree: CallTree, onto: int = 0) -> list[int]:
+        """Add all of a tree below a node; returns where its nodes are now."""
+        places = [onto]
+        for node in range(len(tree)):
+            if node:
+                link = int(tree.link[node])
+                places.append(
+                    self.node(
+                        places[tree.parent[node]],
+                        int(tree.kind[node]),
+                        tree.names[tree.name[node]],
+                        int(tree.line[node]),
+                        places[link] if 0 <= link < node else -1,
+                    )
+                )
+            self.add(
+                places[node],
+                count=int(tree.count[node]),
+                own=int(tree.own[node]),
+                least=int(tree.least[node]) if tree.count[node] else 2**62,
+                most=int(tree.most[node]),
+                squares=float(tree.squares[node]),
+            )
+        return places
+
+    def build(self) -> CallTree:
+        """The tree."""
+        rows, numbers = np.array(self.rows, np.int64), np.array(self.numbers, np.int64)
+        parent, own = rows[:, 0], numbers[:, 1]
+        return CallTree(
+            names=list(self.names),
+            parent=parent,
+            kind=rows[:, 1],
+            name=rows[:, 2],
+            line=rows[:, 3],
+            link=rows[:, 4],
+            count=numbers[:, 0],
+            own=own,
+            inclusive=totals(parent, own),
+            least=np.where(numbers[:, 0] > 0, numbers[:, 2], 0),
+            most=numbers[:, 3],
+            squares=np.array(self.squares),
+        )
+
+
+def merged(trees: Iterable[CallTree]) -> CallTree:
+    """One tree of several: of ranks, or of runs."""
+    builder = TreeBuilder()
+    for tree in trees:
+        builder.graft(tree)
+    return builder.build()
+
+
+def columns(tree: CallTree) -> Mapping[str, Any]:
+    """The columns by name."""
+    return {name: getattr(tree, name) for name in (*COLUMNS, "squares")}
