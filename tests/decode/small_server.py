@@ -12,13 +12,14 @@ import tokenizers
 import torch
 
 from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
+from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.engine import Engine, generate
 from shoestring.decode.serve.app import App
 from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.served import describe
 from shoestring.decode.serve.server import serving
 from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings import Sampling, Speculation
 from shoestring.models.gpt import GPT, GPTConfig
 
 CHATML = (
@@ -37,8 +38,8 @@ def tokenizer(template: str | None = CHATML) -> Tokenizer:
 
 def model(context: int = 256) -> GPT:
     torch.manual_seed(0)
-    shape = {"vocab_size": 259, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
-    return GPT(GPTConfig(**shape, context=context, init_std=0.3)).double().eval()
+    config = GPTConfig(vocab_size=259, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, context=context, init_std=0.3)
+    return GPT(config).double().eval()
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Running:
         headers = {"Authorization": f"Bearer {self.app.settings.api_keys[0]}"} if self.app.settings.api_keys else {}
         self.http = httpx.Client(base_url=self.url, timeout=30, headers=headers)
 
-    def generated(self, prompt: str, count: int, seed: int = 0, **sampling: float) -> str:
+    def generated(self, prompt: str, count: int, seed: int = 0, **sampling: Any) -> str:
         """What `generate` writes."""
         stream = self.tokenizer.stream()
         tokens = generate(
@@ -87,11 +88,12 @@ def received(channel: socket.socket) -> bytes:
 
 
 @contextmanager
-def running(*, slots=4, template=CHATML, context=256, built=None, tokens=None, **settings):
-    """A server in this process; `settings` as of `Serving`."""
-    tokens, built = tokens or tokenizer(template), built or model(context)
+def running(*, slots=4, template=CHATML, context=256, draft_length=0, **settings):
+    """A server in this process; `settings` as of `Serving`. With a draft length it drafts by prompt lookup."""
+    tokens, built = tokenizer(template), model(context)
     chosen = Serving(**{"port": 0, "grace": 5.0} | settings)
-    engine = Engine(built, slots=slots)
+    drafter = PromptLookup() if draft_length else None
+    engine = Engine(built, slots=slots, drafter=drafter, speculation=Speculation(draft_length=draft_length))
     app = App(describe("small", tokens, engine.window, max_tokens=chosen.max_tokens), EngineThread(engine), chosen)
     with serving(app) as url:
         server = Running(app, url, built, tokens)

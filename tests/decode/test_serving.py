@@ -121,6 +121,12 @@ def test_a_chat_uses_the_models_template_and_streams_the_same(server, client):
         assert client.chat.completions.create(**other).choices[0].message.content == message.content
 
 
+def test_a_text_ends_with_the_context(server, client):
+    answer = client.completions.create(model="small", prompt="a" * 240, max_tokens=100, seed=1)
+    assert answer.choices[0].text == server.generated("a" * 240, 16, seed=1)
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_a_chat_without_a_limit_ends_with_the_context(client):
     answer = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "a" * 180}], seed=1)
     assert answer.usage.total_tokens == 256 or answer.choices[0].finish_reason == "stop"
@@ -166,8 +172,9 @@ WRONG = {
     "number as text": ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
     "true as a number": ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
     "negative": ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
-    "beyond the context": ({"prompt": "a" * 250, "max_tokens": 7}, 400, "max_tokens"),
-    "a prompt beyond the context": ({"prompt": "a" * 300, "max_tokens": 0}, 400, "max_tokens"),
+    "no room in the context": ({"prompt": "a" * 256, "max_tokens": 1}, 400, "prompt"),
+    "a prompt beyond the context": ({"prompt": "a" * 300, "max_tokens": 0}, 400, "prompt"),
+    "a conversation beyond the context": ({"messages": [{"role": "user", "content": "a" * 300}]}, 400, "messages"),
     "more than the server gives": ({"prompt": "a", "max_tokens": 1000}, 400, "max_tokens"),
     "too many texts": ({"prompt": "a", "n": 129}, 400, "n"),
     "more texts than can wait": ({"prompt": ["a"] * 100, "n": 3}, 400, "n"),
@@ -273,6 +280,26 @@ def test_a_pass_that_raises_fails_its_texts_alone(caplog):
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
         assert "shoestring_failed_passes_total 1" in server.http.get("/metrics").text
     assert "a pass of the model failed" in caplog.text
+
+
+def test_drafts_change_no_text_and_are_told_to_those_who_ask():
+    prompt = "the the the the"
+    with running(slots=2, draft_length=3) as server:
+        asked = {"prompt": prompt, "max_tokens": 60, "temperature": 0.0, "stream": True, "draft_tokens": True}
+        answer = server.http.post("/v1/completions", json=asked)
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        choices = [event["choices"][0] for event in events]
+        assert "".join(choice["text"] for choice in choices) == server.generated(prompt, 60, temperature=0.0)
+        drafts = [choice["draft"] for choice in choices if "draft" in choice]
+        assert sum(draft["accepted"] for draft in drafts) > 0
+        assert any(draft["accepted"] < len(draft["tokens"]) for draft in drafts)
+        lines = dict(line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
+        assert int(lines["shoestring_drafts_total"]) == len(drafts)
+        assert int(lines["shoestring_drafted_tokens_total"]) == sum(len(draft["tokens"]) for draft in drafts)
+        accepted = int(lines["shoestring_accepted_tokens_total"])
+        assert float(lines["shoestring_acceptance_length"]) == pytest.approx(1 + accepted / len(drafts))
+        answer = server.http.post("/v1/completions", json=asked | {"draft_tokens": False})
+        assert "draft" not in answer.text
 
 
 def test_metrics_add_up():

@@ -53,7 +53,7 @@ class Said:
     reason: str | None
     first: bool
     draft: Json | None = None
-    """The tokens that were drafted for it, and how many of them were accepted."""
+    """The tokens that were drafted for it, how many of them were accepted, and how many characters those have."""
 
 
 class Answer:
@@ -106,12 +106,14 @@ class Answer:
             self.metrics.first_token.observe(now - self.began)
         echo = self._echo(news) if first else Said(news.index, "", None, None, False)
         shown, pieces = [], [echo.text]
+        drafted = 0
         entries: Sequence[TokenLogprob | None] = news.logprobs or [None] * len(news.tokens)
-        for token, entry in zip(news.tokens, entries, strict=True):
+        for position, (token, entry) in enumerate(zip(news.tokens, entries, strict=True)):
             piece = text.writing.add(token, entry)
             text.counted += 1
             pieces.append(piece.text)
             shown += piece.tokens
+            drafted += len(piece.text) if position < news.accepted else 0
             if text.writing.stopped:
                 break
         if news.ending is not None and not text.writing.stopped:
@@ -126,7 +128,8 @@ class Answer:
             logprobs = joined(logprobs, self.form.logprobs(shown, echoed))
         draft = None
         if self.asked.drafts and news.drafted:
-            draft = {"tokens": [name(self.form.tokenizer, token) for token in news.drafted], "accepted": news.accepted}
+            names = [name(self.form.tokenizer, token) for token in news.drafted]
+            draft = {"tokens": names, "accepted": news.accepted, "characters": drafted}
         return Said(news.index, "".join(pieces), logprobs, text.reason, first, draft)
 
     def _finish(self, text: _Text, reason: str | None, now: float) -> None:

@@ -39,7 +39,10 @@ INLINE = 8192
 """Bytes of a request up to which it is encoded at once; longer ones are encoded in another thread."""
 GONE = 499
 """What the log says of a client that did not wait."""
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 PAGE = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -191,6 +194,7 @@ class App:
             "context": self.served.context,
             "max_tokens": self.served.max_tokens,
             "chat": self.served.template is not None,
+            "drafts": self.worker.engine.speculator is not None,
         }
 
     async def health(self, _: Request) -> Response:

@@ -56,6 +56,7 @@ class Asked:
     """Of the first text of each prompt; the seeds of the others follow its."""
     stops: Sequence[str]
     logprobs: int | None
+    chat: bool = False
     echo: bool = False
     stream: bool = False
     usage: bool = False
@@ -66,20 +67,22 @@ class Asked:
     def requests(self, served: Served) -> list[Request]:
         """What the engine is asked for: all texts of the first prompt, then those of the second, …
 
+        A text that would be longer than the context has room for ends there, as its `finish_reason` says.
+
         Raises:
-            RequestError: a prompt and its text exceed the context.
+            RequestError: a prompt leaves no room.
         """
         found = []
         for prompt in self.prompts:
-            room = served.context - len(prompt.tokens)
-            wanted = min(served.max_tokens, room) if self.max_new is None else self.max_new
-            if room < wanted or wanted < 0 or (room == 0 and self.max_new is None):
+            room, most = served.context - len(prompt.tokens), self.max_new
+            if room < 0 or (room == 0 and most != 0):
                 raise invalid(
-                    f"the prompt has {len(prompt.tokens)} tokens and {max(wanted, 1)} are to follow, which exceeds "
-                    f"the context of {served.context} tokens",
-                    "messages" if self.max_new is None else "max_tokens",
+                    f"the prompt has {len(prompt.tokens)} tokens, which leaves no room in the context of "
+                    f"{served.context}",
+                    "messages" if self.chat else "prompt",
                     "context_length_exceeded",
                 )
+            wanted = min(served.max_tokens if most is None else most, room)
             for number in range(self.count):
                 sampling = replace(self.sampling, seed=(self.sampling.seed + number) % 2**63)
                 found.append(
@@ -151,6 +154,7 @@ def chat(content: Any, served: Served) -> Asked:
         sampling=_sampling(fields),
         stops=fields.texts("stop", STOPS, STOP_LENGTH),
         logprobs=top if listed else None,
+        chat=True,
         **_streaming(fields),
     )
     fields.finish()

@@ -1,0 +1,119 @@
+"""Chromium without a window, driven through its debugging pipe."""
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+    "about:blank",
+)
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+
+
+class Browser:
+    """One page. Messages end with a null byte: the browser reads them from descriptor 3 and writes them to 4."""
+
+    def __init__(self, width=900, height=760):
+        self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        theirs, self.out = os.pipe()
+        self.into, ours = os.pipe()
+        command = f'exec "$0" "$@" 3<&{theirs} 4>&{ours}'
+        self.process = subprocess.Popen(
+            ["/bin/bash", "-c", command, CHROMIUM, f"--user-data-dir={self.profile.name}", *FLAGS],
+            pass_fds=(theirs, ours),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        os.close(ours)
+        self.held, self.numbers, self.session = b"", itertools.count(1), None
+        self.problems = []  # what the page logged as an error, and what its policy refused
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def call(self, method, **parameters):
+        """The result of a command of the DevTools protocol."""
+        number = next(self.numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        os.write(self.out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.problems.append(answer["params"])
+
+    def _next(self):
+        while b"\0" not in self.held:
+            part = os.read(self.into, 1 << 20)
+            assert part, "the browser has ended"
+            self.held += part
+        first, self.held = self.held.split(b"\0", 1)
+        return json.loads(first)
+
+    def open(self, url):
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
+
+    def value(self, expression):
+        """The value of a JavaScript expression in the page."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, expression, seconds=15.0):
+        end = time.monotonic() + seconds
+        while not self.value(f"Boolean({expression})"):
+            assert time.monotonic() < end, f"{expression}: {self.value('document.body.innerText')}"
+            time.sleep(0.02)
+
+    def press(self, key):
+        code, text = KEYS[key]
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
+            )
+
+    def write(self, text):
+        self.call("Input.insertText", text=text)
+
+    def dark(self, on=True):
+        features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self, path):
+        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+        os.close(self.out)
+        os.close(self.into)
+        self.profile.cleanup()
