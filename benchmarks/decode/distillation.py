@@ -9,15 +9,20 @@ likeliest tokens are cached once, for all runs. Every run is stored as one JSON 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, Measured, OutOfBudget, stored
 from benchmarks.sparse.contest import recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoestring.core.task import Batch
 
 TARGET_STEPS, STEPS, BATCH = 1000, 400, 4
 TUNING_SEED, CHOOSING, CONFIRMING = 100, (1, 2, 3), (11, 12, 13, 14, 15)
@@ -62,8 +67,7 @@ class Drafters:
             self.check()
             document = recipe(TARGET_STEPS, seed=0)
             document["run"] |= {"folder": str(folder), "resume": "auto"}
-            if train(document, self._out_of_time).status != "finished":
-                raise OutOfBudget
+            train(document, self._out_of_time)
         return folder
 
     def _out_of_time(self) -> bool:
@@ -92,7 +96,7 @@ class Drafters:
         with TemporaryDirectory() as scratch:
             kept = self._reference(rate, seed) if (method, fraction) == ("kl", 1.0) else Path(scratch) / "run"
             document["run"] |= {"folder": str(kept), "resume": "auto"}
-            metrics = train(document).metrics
+            metrics = train(document, self._out_of_time)
             return {"acceptance": held_out(kept, self.target), "nats": metrics["held_out_loss"]}
 
     def reference(self, seed: int) -> Path:
@@ -143,6 +147,15 @@ def rows(ask: Callable[[], Drafters]) -> list[Bar]:
             selective,
             "all-token KL, tuned equally",
         ),
+        Bar(
+            "decode.distill-top-words",
+            "error of the gradient of KL from the teacher's 64 likeliest words and one outcome for all others, over "
+            "that of dividing by their mass; at a trained draft, on held-out text",
+            "<=",
+            0.5,
+            measure=lambda _: words_known(ask()),
+            baseline="dividing by the mass of the known words",
+        ),
         bar(
             "distill-kl",
             f"{more} all-token KL above cross-entropy",
@@ -192,8 +205,51 @@ def objectives(drafters: Drafters) -> Measured:
     return Measured(max(each.value for each in found), "; ".join(each.note for each in found))
 
 
-def train(document: dict[str, Any], stop: Callable[[], bool] | None = None) -> Any:
-    """The result of a run."""
+def words_known(drafters: Drafters) -> Measured:
+    """How far gradients are off from those of all words, as a share of their norm."""
+    import torch
+
+    from shoestring.models.distillation import Objective, TopWords, token_losses, top_words
+
+    draft, target, text = opened(drafters.reference(TUNING_SEED), drafters.target)
+    with torch.no_grad():
+        batch = next(text)["inputs"]
+        drafted, wanted = draft(batch).flatten(0, 1), target(batch).flatten(0, 1)
+
+    def gradient(teacher: torch.Tensor | TopWords, objective: Objective) -> torch.Tensor:
+        student = drafted.clone().requires_grad_()
+        token_losses(student, teacher, objective=objective).loss.sum().backward()
+        assert student.grad is not None
+        return student.grad
+
+    compared: tuple[Objective, ...] = ("kl", "tv")
+    whole = {objective: gradient(wanted, objective) for objective in compared}
+    errors: dict[int, dict[str, float]] = {}
+    for count in (16, 64, 256):
+        merged = top_words(wanted, count)
+        certain = merged.log_probabilities.clone()
+        certain[:, -1] = -torch.inf
+        forms = {"one outcome": merged, "divided": TopWords(merged.words, certain)}
+        errors[count] = {
+            f"{objective} {name}": float(
+                (gradient(form, objective) - whole[objective]).norm() / whole[objective].norm()
+            )
+            for objective in compared
+            for name, form in forms.items()
+        }
+    said = "; ".join(
+        f"{count} words: " + ", ".join(f"{name} {error:.1%}" for name, error in found.items())
+        for count, found in errors.items()
+    )
+    return Measured(errors[64]["kl one outcome"] / errors[64]["kl divided"], said)
+
+
+def train(document: dict[str, Any], stop: Callable[[], bool]) -> Mapping[str, float]:
+    """The metrics of a run.
+
+    Raises:
+        OutOfBudget: it was stopped.
+    """
     import logging
 
     from shoestring.core.world import World
@@ -201,17 +257,25 @@ def train(document: dict[str, Any], stop: Callable[[], bool] | None = None) -> A
     from shoestring.training import loop
 
     logging.getLogger("shoestring").setLevel(logging.WARNING)
-    return loop.train(parse(document, name="drafters"), World(), stop=stop)
+    result = loop.train(parse(document, name="drafters"), World(), stop=stop)
+    if result.status != "finished":
+        raise OutOfBudget
+    return result.metrics
+
+
+def opened(draft: Path, target: Path) -> tuple[nn.Module, nn.Module, Iterator[Batch]]:
+    """Draft, target, and the held-out text that they are compared on."""
+    from shoestring.data.loader import sweep
+    from shoestring.data.tokens import TokenDataset
+    from shoestring.models.loading import open_model
+
+    text = TokenDataset(target / "held_out.tokens", 256, pad_last=True)
+    return open_model(str(draft)), open_model(str(target)), sweep(text, batch=8, limit=HELD_OUT)
 
 
 def held_out(draft: Path, target: Path) -> float:
     """E Σ min(p, q) of a draft on held-out text of its target."""
-    from shoestring.data.loader import sweep
-    from shoestring.data.tokens import TokenDataset
     from shoestring.models.distillation import acceptance
-    from shoestring.models.loading import open_model
 
-    text = TokenDataset(target / "held_out.tokens", 256, pad_last=True)
-    models = open_model(str(draft)), open_model(str(target))
-    total, count = acceptance(*models, sweep(text, batch=8, limit=HELD_OUT))
+    total, count = acceptance(*opened(draft, target))
     return total / count

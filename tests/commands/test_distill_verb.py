@@ -51,6 +51,7 @@ def test_a_reference_and_a_draft_come_from_one_run_file(tmp_path, target, capsys
     assert shares["reference"] > shares["before training"] and shares["draft"] > shares["before training"]
     assert settings_of(folder / "reference")["reference"] == ""
     assert settings_of(folder / "draft")["reference"] == str(folder / "reference")
+    assert {settings_of(folder / stage)["cache"] for stage in ("reference", "draft")} == {str(folder / "teacher")}
     rows = [json.loads(line) for line in (folder / "draft" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= row["selected"] <= 1 and row["acceptance"] > 0 for row in rows if "loss" in row)
     assert "Acceptance of drafts in training" in (folder / "draft" / "report.html").read_text()

@@ -21,6 +21,13 @@ def reference() -> nn.Module:
     return _trained(20)
 
 
+def stranger() -> nn.Module:
+    """A model whose divergence from the teacher has nothing to do with an untrained one's."""
+    model = jobs.tiny()
+    nn.init.normal_(model.embedding.weight, std=0.5, generator=torch.Generator().manual_seed(3))
+    return model
+
+
 def _trained(steps: int) -> nn.Module:
     """The same weights at every call and on every rank: it trains alone, and on other batches than tests do."""
     model = jobs.tiny()

@@ -38,7 +38,7 @@ def stages(run: Run) -> dict[str, Run]:
         raise ConfigError("the run file has no table [decode.distill]", hint="name the model to draft for: its teacher")
     base = Path(run.settings.folder or Path("runs") / run.name)
     cache = str((base / feature.cache).absolute()) if feature.cache else ""
-    all_tokens = replace(feature, cache=cache, reference="", fraction=1.0)
+    all_tokens = replace(feature, cache=cache, reference="")
     if feature.fraction == 1:
         return {DRAFT: _stage(run, feature, all_tokens, base / DRAFT)}
     selected = replace(feature, cache=cache, reference=feature.reference or str(base / REFERENCE))
