@@ -79,7 +79,7 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
         f" them, and {facts.overhead:.2f} s for this profile"
     )
     lines = sorted(by_line(tree).items(), key=lambda item: -item[1].total)
-    shares = [("share", "forward", "backward", "Python", "line", "mostly")]
+    shares: list[tuple[str, ...]] = [("share", "forward", "backward", "Python", "line", "mostly")]
     for (file, number), line in lines[:most]:
         mostly = max(line.operators, key=lambda name: line.operators[name], default="")
         times = (f"{value / 1e9:.2f} s" if value else "" for value in (line.forward, line.backward, line.python))

@@ -6,7 +6,7 @@ to the time of its root. Backward functions are where they ran; `link` names the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -44,7 +44,7 @@ COLUMNS = ("parent", "kind", "name", "line", "link", "count", "inclusive", "own"
 class CallTree:
     """Columns of N nodes; a node comes after its parent, and the first is the root."""
 
-    names: Sequence[str]
+    names: list[str]
     """Of operators and spans; of Python functions `file<TAB>qualified name`."""
     parent: Integers
     """The root's is -1."""
