@@ -13,6 +13,7 @@ class TestDistill(FeatureSuite):
 
     feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.5)
     tolerance = 0.1
+    representative = False  # the slower one below, which has all of this, is tried beside other areas
 
 
 @pytest.mark.slow
@@ -21,4 +22,3 @@ class TestDistillCached(FeatureSuite):
 
     feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=16)
     tolerance = 0.1
-    representative = False

@@ -1,5 +1,6 @@
 """The loss of distillation against its formula in double precision, chunk by chunk, and in a job."""
 
+import json
 from functools import partial
 
 import pytest
@@ -167,6 +168,12 @@ def test_another_vocabulary_is_refused_before_any_weights_are_read(tmp_path):
     student = gpt.tiny(48, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8)
     with pytest.raises(ConfigError, match=r"`x.teacher`: `.*` has 64 words, and the model that learns from it has 48"):
         check_vocabulary(student, str(tmp_path), "x.teacher")
+    of = json.loads((tmp_path / "config.json").read_text())
+    for form in ("packed", "quantized"):  # whatever its layers became
+        marked = of | {"shoestring": {"format": form, "of": {"format": "gpt"}, "layers": {}}}
+        (tmp_path / "config.json").write_text(json.dumps(marked))
+        with pytest.raises(ConfigError, match=r"has 64 words, and the model that learns from it has 48"):
+            check_vocabulary(student, str(tmp_path), "x.teacher")
     check_vocabulary(gpt.tiny(64, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), str(tmp_path), "x.teacher")
     with pytest.raises(CheckpointError, match="holds no model"):
         check_vocabulary(student, str(tmp_path / "absent"), "x.teacher")

@@ -61,9 +61,8 @@ def outline(source: str) -> nn.Module | None:
         folder = model_folder(source) or Path(source)
         config = _config(folder)
         form, mark = _format(config, folder), config.get(MARKER)
-        if form in ("packed", "adapted"):
-            return _unfilled(config[MARKER]["of"], config, folder)
-        return _unfilled({**(mark if isinstance(mark, dict) else {}), "format": form}, config, folder)
+        own = {**(mark if isinstance(mark, dict) else {}), "format": form}
+        return _unfilled(own.get("of", own), config, folder)  # packed, quantized and adapted layers count as plain ones
 
 
 def build_model(
