@@ -21,19 +21,24 @@
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
 #define INLINED static inline __attribute__((always_inline))
 
-#if defined(__AVX512VNNI__) || defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define GROUP 32
-#define LANES 16
+#define LANES 16 /* rows that lie side by side */
+#if defined(__AVX512F__)
+#define WIDTH 16 /* of them in a vector */
+#else
+#define WIDTH 8
+#endif
 #define MOST_COLUMNS 8
 #define AHEAD 8192 /* bytes before they are needed, weights are fetched into the second-level cache */
 #define LARGEST (127 * 256) /* of the integers that the inputs become: both bytes are then signed ones */
 
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint8_t bytes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint8_t bytes __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
 /* A group of inputs, as integers of 16 bits: scale (256 high + low). */
 typedef struct {
@@ -50,14 +55,24 @@ typedef struct {
     float *y;
 } Product;
 
-/* Add to each lane the four products of its bytes of `weight` with those at `x`. */
-INLINED ints dot4(ints sum, bytes weight, const int8_t *x) {
+/* Add to each lane the four products of its bytes of `weight`, of which `bits` count, with those at `x`. */
+INLINED ints dot4(ints sum, bytes weight, const int8_t *x, int bits) {
 #if defined(__AVX512VNNI__)
     int32_t four;
     memcpy(&four, x, 4);
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weight, _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    /* By nibbles: sums of two products of whole bytes do not fit 16 bits. */
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i inputs = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256((__m256i)weight, nibble), inputs);
+    sum += (ints)_mm256_madd_epi16(low, _mm256_set1_epi16(1));
+    if (bits == 4) return sum;
+    const __m256i shifted = _mm256_and_si256(_mm256_srli_epi16((__m256i)weight, 4), nibble);
+    return sum + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(shifted, inputs), _mm256_set1_epi16(16));
 #else
-    for (int lane = 0; lane < LANES; lane++)
+    for (int lane = 0; lane < WIDTH; lane++)
         for (int i = 0; i < 4; i++) sum[lane] += weight[4 * lane + i] * x[i];
     return sum;
 #endif
@@ -66,9 +81,11 @@ INLINED ints dot4(ints sum, bytes weight, const int8_t *x) {
 INLINED floats from_fp16(const uint16_t *bits) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)bits));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bits));
 #else
     floats wide;
-    for (int lane = 0; lane < LANES; lane++) { /* the exponent is moved, and what was subnormal is normal by then */
+    for (int lane = 0; lane < WIDTH; lane++) { /* the exponent is moved, and what was subnormal is normal by then */
         const uint32_t sign = (uint32_t)(bits[lane] & 0x8000) << 16, rest = (uint32_t)(bits[lane] & 0x7fff) << 13;
         float value;
         memcpy(&value, &rest, sizeof value);
@@ -84,35 +101,40 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
     const int64_t size = LANES * GROUP * bits / 8;
     const uint8_t *weight = p.weight + sixteen * p.groups * size;
     const uint16_t *scales = p.scales + sixteen * p.groups * LANES;
-    floats y[MOST_COLUMNS];
-    for (int c = 0; c < columns; c++) y[c] = (floats){0};
+    floats y[LANES / WIDTH][MOST_COLUMNS];
+    for (int half = 0; half < LANES / WIDTH; half++)
+        for (int c = 0; c < columns; c++) y[half][c] = (floats){0};
     for (int64_t g = 0; g < p.groups; g++, weight += size, scales += LANES) {
         const Inputs *x = p.x + column * p.groups + g * columns;
-        ints high[MOST_COLUMNS], low[MOST_COLUMNS];
-        for (int c = 0; c < columns; c++) {
-            high[c] = (ints){0};
-            low[c] = (ints){0} - x[c].sum * (bits == 8 ? 128 : 8);
-        }
-        for (int chunk = 0; chunk < bits; chunk++) {
-            const bytes packed = *(const bytes *)(weight + chunk * 4 * LANES);
-            __builtin_prefetch(weight + chunk * 4 * LANES + AHEAD, 0, 2);
-            for (int part = 0; part < 8 / bits; part++) {
-                const bytes q = bits == 8 ? packed : part ? packed >> 4 : packed & 15;
-                for (int c = 0; c < columns; c++) {
-                    high[c] = dot4(high[c], q, x[c].high + part * 16 + chunk * 4);
-                    low[c] = dot4(low[c], q, x[c].low + part * 16 + chunk * 4);
+        for (int half = 0; half < LANES / WIDTH; half++) {
+            ints high[MOST_COLUMNS], low[MOST_COLUMNS];
+            for (int c = 0; c < columns; c++) {
+                high[c] = (ints){0};
+                low[c] = (ints){0} - x[c].sum * (bits == 8 ? 128 : 8);
+            }
+            for (int chunk = 0; chunk < bits; chunk++) {
+                const uint8_t *from = weight + 4 * (chunk * LANES + half * WIDTH);
+                const bytes packed = *(const bytes *)from;
+                __builtin_prefetch(from + AHEAD, 0, 2);
+                for (int part = 0; part < 8 / bits; part++) {
+                    const bytes q = bits == 8 ? packed : part ? packed >> 4 : packed & 15;
+                    for (int c = 0; c < columns; c++) {
+                        high[c] = dot4(high[c], q, x[c].high + part * 16 + chunk * 4, bits);
+                        low[c] = dot4(low[c], q, x[c].low + part * 16 + chunk * 4, bits);
+                    }
                 }
             }
-        }
-        const floats scale = from_fp16(scales);
-        for (int c = 0; c < columns; c++) {
-            const ints sum = high[c] * 256 + low[c];
-            y[c] += __builtin_convertvector(sum, floats) * (scale * x[c].scale);
+            const floats scale = from_fp16(scales + half * WIDTH);
+            for (int c = 0; c < columns; c++)
+                y[half][c] += __builtin_convertvector(high[c] * 256 + low[c], floats) * (scale * x[c].scale);
         }
     }
     const int64_t row = sixteen * LANES, left = p.outputs - row;
-    for (int c = 0; c < columns; c++)
-        memcpy(p.y + (column + c) * p.outputs + row, &y[c], 4 * (left < LANES ? left : LANES));
+    for (int c = 0; c < columns; c++) {
+        float sums[LANES];
+        for (int half = 0; half < LANES / WIDTH; half++) *(floats *)(sums + half * WIDTH) = y[half][c];
+        memcpy(p.y + (column + c) * p.outputs + row, sums, 4 * (left < LANES ? left : LANES));
+    }
 }
 
 #define CASE(n) case n: block(p, n, bits, sixteen, column); break;
