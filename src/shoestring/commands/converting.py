@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.data.tokenizer import Tokenizer
 from shoestring.models.loading import load_model
 from shoestring.models.saving import source_folder
 
@@ -21,8 +22,8 @@ def check_new(out: Path) -> None:
         raise ConfigError(f"`{out}` is not empty", hint="name a new folder")
 
 
-def open_source(model: str) -> tuple[Path, nn.Module]:
-    """The folder of the model that a user names, and the model.
+def open_source(model: str) -> tuple[Path, nn.Module, Tokenizer | None]:
+    """The folder of the model that a user names, the model, and its tokenizer.
 
     Raises:
         CheckpointError: there is none.
@@ -30,7 +31,7 @@ def open_source(model: str) -> tuple[Path, nn.Module]:
     source = source_folder(model)
     if source is None:
         raise CheckpointError(f"`{model}` holds no model", hint="name a run folder, a model folder or hf:NAME")
-    return source, load_model(model)[0]
+    return source, *load_model(model)
 
 
 def change_of_size(source: Path, out: Path) -> str:

@@ -46,7 +46,7 @@ def prune(
     check_new(out)
     if samples < 1 or sequence < 1:
         raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
-    source, built = open_source(model)
+    source, built, _ = open_source(model)
     batches: list[dict[str, Tensor]] = []
     if metric == "wanda":
         device = own_device(0)

@@ -59,14 +59,18 @@ class QuantizeModel:
     model: Positional[str]
     """Run folder, model folder, or hf:NAME."""
     out: Path
-    """Folder to write the quantised model to, which must be new or empty."""
-    bits: Literal[8, 4] = 8
+    """Folder to write the quantised model to, which must be new or empty; with --format gguf, the file."""
+    bits: Literal[8, 4, 16, 32] = 8
     """Bits of a weight, with a scale of 16 bits for every 32 weights. 8 changes the loss hardly at all; 4 halves the
-    bytes again and costs some loss. Embeddings and the head have 8 bits in either case."""
+    bytes again and costs some loss. Embeddings and the head have 8 bits in either case. 16 and 32 are floating point,
+    in GGUF only."""
+    format: Literal["safetensors", "gguf"] = "safetensors"
+    """Format to write: a folder with safetensors, which shoestring reads, or a GGUF file, which llama.cpp and its
+    relatives read as well (Llama models only)."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring.commands.quantize import quantize
 
-        for line in quantize(self.model, self.out, self.bits):
+        for line in quantize(self.model, self.out, self.bits, self.format):
             print(line, flush=True)
         return 0

@@ -25,32 +25,32 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 
 
 @dataclass(frozen=True)
-class _Part:
+class LlamaTensor:
     """One tensor of the Llama layout: its name and shape."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def _layout(config: GPTConfig) -> Iterator[tuple[str, list[_Part]]]:
+def layout(config: GPTConfig) -> Iterator[tuple[str, list[LlamaTensor]]]:
     """Each parameter of `GPT` with the tensors of the Llama layout that are its rows, in order."""
     dim, hidden, query = config.dim, config.hidden, config.heads * config.head_dim
     shared = config.kv_heads * config.head_dim
-    yield "embed.weight", [_Part("model.embed_tokens.weight", (config.vocab_size, dim))]
+    yield "embed.weight", [LlamaTensor("model.embed_tokens.weight", (config.vocab_size, dim))]
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
         rows = {"q": query, "k": shared, "v": shared}
-        parts = [_Part(f"{theirs}self_attn.{name}_proj.weight", (count, dim)) for name, count in rows.items()]
-        yield f"{ours}attention_norm.weight", [_Part(f"{theirs}input_layernorm.weight", (dim,))]
+        parts = [LlamaTensor(f"{theirs}self_attn.{name}_proj.weight", (count, dim)) for name, count in rows.items()]
+        yield f"{ours}attention_norm.weight", [LlamaTensor(f"{theirs}input_layernorm.weight", (dim,))]
         yield f"{ours}attention.qkv.weight", parts
-        yield f"{ours}attention.out.weight", [_Part(f"{theirs}self_attn.o_proj.weight", (dim, query))]
-        yield f"{ours}mlp_norm.weight", [_Part(f"{theirs}post_attention_layernorm.weight", (dim,))]
-        parts = [_Part(f"{theirs}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
+        yield f"{ours}attention.out.weight", [LlamaTensor(f"{theirs}self_attn.o_proj.weight", (dim, query))]
+        yield f"{ours}mlp_norm.weight", [LlamaTensor(f"{theirs}post_attention_layernorm.weight", (dim,))]
+        parts = [LlamaTensor(f"{theirs}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
         yield f"{ours}mlp.gate_up.weight", parts
-        yield f"{ours}mlp.down.weight", [_Part(f"{theirs}mlp.down_proj.weight", (dim, hidden))]
-    yield "norm.weight", [_Part("model.norm.weight", (dim,))]
+        yield f"{ours}mlp.down.weight", [LlamaTensor(f"{theirs}mlp.down_proj.weight", (dim, hidden))]
+    yield "norm.weight", [LlamaTensor("model.norm.weight", (dim,))]
     if not config.tied:
-        yield "head.weight", [_Part("lm_head.weight", (config.vocab_size, dim))]
+        yield "head.weight", [LlamaTensor("lm_head.weight", (config.vocab_size, dim))]
 
 
 def save_pretrained(model: GPT, folder: Path, *, max_shard_bytes: int = 2 * 2**30) -> None:
@@ -104,7 +104,7 @@ def load_pretrained(folder: Path) -> GPT:
         ours: torch.cat([_read(files[part.name], part) for part in parts])
         if len(parts) > 1
         else _read(files[parts[0].name], parts[0])
-        for ours, parts in _layout(config)
+        for ours, parts in layout(config)
     }
     model.load_state_dict(state, assign=True)
     return model
@@ -213,11 +213,11 @@ def _rope(given: Mapping[str, Any], where: str) -> float:
 
 
 def _to_llama(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    missing = [ours for ours, _ in _layout(config) if ours not in state]
+    missing = [ours for ours, _ in layout(config) if ours not in state]
     if missing:
         raise CheckpointError(f"the state to save lacks {', '.join(missing)}")
     tensors: dict[str, Tensor] = {}
-    for ours, parts in _layout(config):
+    for ours, parts in layout(config):
         rows = state[ours].detach().cpu().split([part.shape[0] for part in parts])
         tensors |= {part.name: piece for part, piece in zip(parts, rows, strict=True)}
     return tensors
@@ -272,12 +272,12 @@ def _names(file: Path) -> list[str]:
 
 
 def _check_names(config: GPTConfig, files: Mapping[str, Path], folder: Path) -> None:
-    expected = {part.name: part for _, parts in _layout(config) for part in parts}
+    expected = {part.name: part for _, parts in layout(config) for part in parts}
     # Early versions of the layout stored the rotary frequencies, and some a copy of the tied embedding.
     spare = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     if config.tied and "lm_head.weight" in files and not expected.keys() - files.keys():
         embed = expected["model.embed_tokens.weight"]
-        head = _Part("lm_head.weight", embed.shape)
+        head = LlamaTensor("lm_head.weight", embed.shape)
         if torch.equal(_read(files[head.name], head), _read(files[embed.name], embed)):
             spare.add(head.name)
     for problem, names in (
@@ -289,7 +289,7 @@ def _check_names(config: GPTConfig, files: Mapping[str, Path], folder: Path) -> 
             raise CheckpointError(f"{folder}: {problem} tensors: {listed}")
 
 
-def _read(file: Path, part: _Part) -> Tensor:
+def _read(file: Path, part: LlamaTensor) -> Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
             shape = tuple(opened.get_slice(part.name).get_shape())

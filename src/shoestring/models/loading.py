@@ -16,7 +16,7 @@ from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import hf, llama, packed24, quantized, slorb
+from shoestring.models import gguf, hf, llama, packed24, quantized, slorb
 from shoestring.models.gpt import GPT
 from shoestring.models.saving import MARKER, model_folder
 from shoestring.naming import resolve
@@ -113,13 +113,15 @@ def _accepted(build: Callable[..., Any]) -> list[str] | None:
 
 
 def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
-    """A model and its tokenizer from a run folder, a model folder or `hf:NAME`, by what config.json says.
+    """A model and its tokenizer from a run folder, a model folder, a .gguf file or `hf:NAME`.
 
     Raises:
         CheckpointError: there is no model, its format is unknown, or its weights do not fit.
     """
     if str(path).startswith(hf.PREFIX):
         return _from_hub(str(path).removeprefix(hf.PREFIX))
+    if gguf.is_file(path):
+        return gguf.load(Path(path))
     folder = model_folder(path) or Path(path)
     built = READERS[_format(_config(folder), folder)](folder)
     tokenizer = folder / "tokenizer.json"

@@ -104,7 +104,7 @@ def _(x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-class _Quantized(nn.Module):
+class Quantized(nn.Module):
     """A weight (N, K) of 8 or 4 bits."""
 
     weight: Tensor
@@ -134,7 +134,7 @@ class _Quantized(nn.Module):
         return f"{self.columns}, {self.rows}, bits={self.bits}"
 
 
-class QuantizedLinear(_Quantized):
+class QuantizedLinear(Quantized):
     """`nn.Linear` with a quantised weight, for inference."""
 
     bias: Tensor | None
@@ -148,7 +148,7 @@ class QuantizedLinear(_Quantized):
         return quantized_linear(x, self.weight, self.scales, self.rows, self.bias)
 
 
-class QuantizedEmbedding(_Quantized):
+class QuantizedEmbedding(Quantized):
     """`nn.Embedding` with a quantised weight, for inference; also the head of a model whose weights are tied."""
 
     like: Tensor
@@ -186,7 +186,7 @@ def matrix(module: nn.Module) -> Tensor | None:
     return weight if isinstance(module, nn.Linear | nn.Embedding) else None
 
 
-def empty(module: nn.Module, bits: Bits) -> _Quantized:
+def empty(module: nn.Module, bits: Bits) -> Quantized:
     """A quantised layer of the shape and type of `module`, to be loaded into."""
     weight = matrix(module)
     assert weight is not None
@@ -196,7 +196,7 @@ def empty(module: nn.Module, bits: Bits) -> _Quantized:
     return _layer(module, numbers, torch.empty(shape, dtype=torch.int16, device=weight.device), weight)
 
 
-def of(module: nn.Module, bits: Bits) -> _Quantized:
+def of(module: nn.Module, bits: Bits) -> Quantized:
     """The layer with its weight rounded.
 
     Raises:
@@ -207,7 +207,7 @@ def of(module: nn.Module, bits: Bits) -> _Quantized:
     return _layer(module, *pack(*quantize(weight, bits), bits), weight)
 
 
-def _layer(module: nn.Module, numbers: Tensor, scales: Tensor, weight: Tensor) -> _Quantized:
+def _layer(module: nn.Module, numbers: Tensor, scales: Tensor, weight: Tensor) -> Quantized:
     if isinstance(module, nn.Embedding):
         return QuantizedEmbedding(numbers, scales, weight.shape[0], weight.dtype)
     bias = getattr(module, "bias", None)
@@ -248,7 +248,7 @@ def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False
     Args:
         rounded: with the weights rounded; by default empty, for `load_state_dict` to fill.
     """
-    made: dict[int, _Quantized] = {}
+    made: dict[int, Quantized] = {}
     for name, width in bits.items():
         module = model.get_submodule(name)
         weight = matrix(module)
@@ -265,4 +265,4 @@ def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False
 
 def quantized(model: nn.Module) -> dict[str, Bits]:
     """The names of the layers that are quantised, with their bits."""
-    return {name: module.bits for name, module in model.named_modules() if isinstance(module, _Quantized)}
+    return {name: module.bits for name, module in model.named_modules() if isinstance(module, Quantized)}
