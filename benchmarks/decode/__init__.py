@@ -2,6 +2,7 @@
 
 python -m benchmarks.decode [--strict] [--only decode.PREFIX] [--list] [--budget MINUTES] [--runs FOLDER]
     [--cache FOLDER]
+python -m benchmarks.decode --pictures     draws the curve of skipping into docs/pictures; measures what is missing
 
 Every training run is stored as one JSON file in `results/runs` and never made twice; trained models are kept in the
 cache.

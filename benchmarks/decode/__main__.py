@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation, exactness, speculation
+from benchmarks.decode import distillation, exactness, pretrained, skipping, speculation
 from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
@@ -21,6 +21,7 @@ def flags() -> argparse.ArgumentParser:
     known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "decode")
     known.add_argument("--budget", type=float, default=float("inf"))
     known.add_argument("--runs", type=Path, default=RESULTS / "runs" / "decode")
+    known.add_argument("--pictures", action="store_true")
     return known
 
 
@@ -37,8 +38,23 @@ def command(argv: Sequence[str]) -> int:
     def pairs() -> speculation.Contest:
         return speculation.Contest(Pairs(known.cache, check=deadline.check))
 
+    @cache
+    def comparison() -> skipping.Comparison:
+        model = pretrained.Pretrained(known.cache, check=deadline.check)
+        return skipping.Comparison(known.runs / "skipping", model, deadline.check)
+
+    if known.pictures:
+        print(skipping.draw(comparison()))
+        return 0
+
     def rows() -> list[Bar]:
-        return [*exactness.rows(), *speculation.rows(pairs), *decode.gpu_rows(), *distillation.rows(drafters)]
+        return [
+            *exactness.rows(),
+            *speculation.rows(pairs),
+            *decode.gpu_rows(),
+            *distillation.rows(drafters),
+            *skipping.rows(comparison),
+        ]
 
     return main("decode", rows, rest, RESULTS)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import OutOfBudget
-from benchmarks.sparse.contest import recipe, stored
+from benchmarks.harness import OutOfBudget, stored
+from benchmarks.sparse.contest import recipe
 
 LAYERS, CONTEXT, SHORT = 12, 2048, 256
 STEPS = {SHORT: 720, CONTEXT: 64}

@@ -19,6 +19,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from shoestring.commands.checkpoint import Checkpoint
+from shoestring.commands.generation import Generate, Skip
 from shoestring.commands.profiling import ProfileProgram
 from shoestring.commands.ranks import Check, DistillDrafter, Plan, Probe, Train
 from shoestring.commands.serve import Serve
@@ -26,68 +27,6 @@ from shoestring.commands.shrink import PruneModel, QuantizeModel
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Continue a prompt with a trained model, token by token."""
-
-    run: Positional[Path]
-    """Run folder, or folder with a model in Hugging Face's Llama layout."""
-    prompt: str = "def "
-    """Text that the model continues."""
-    tokens: int = 256
-    """Largest number of tokens to generate; an end-of-text token ends the text earlier."""
-    temperature: float = 0.8
-    """Sampling temperature, which divides the logits: lower is more predictable, 0 takes the likeliest token."""
-    top_k: int = 0
-    """Number of likeliest tokens to sample from; 0 samples from all."""
-    top_p: float = 0.95
-    """Total probability of the likeliest tokens to sample from (nucleus sampling); 1 samples from all."""
-    min_p: float = 0.0
-    """Least probability of a token that may be sampled, as a fraction of the likeliest token's; 0 samples from all."""
-    repetition_penalty: float = 1.0
-    """Penalty on tokens that the prompt or the text already holds; 1 is no penalty, larger values repeat less."""
-    seed: int = 0
-    """Seed of the sampling; the same seed gives the same text."""
-    draft: str = ""
-    """Proposes tokens that the model then verifies several at a time, which is faster: the folder or `hf:NAME` of a
-    smaller model with the same vocabulary, `lookup` (continuations of repeated passages) or `skip` (the model itself
-    without some sublayers); by default nothing is drafted."""
-    draft_length: int = 0
-    """Number of tokens to draft before each pass of the model; 0 chooses it from measured acceptance and cost."""
-    verification: Literal["token", "block", "invariant"] = "invariant"
-    """Rule that decides which drafted tokens stay; each keeps the model's distribution, and `invariant` also the text
-    that the seed gives without drafts, while `block` accepts somewhat more."""
-    report: bool = False
-    """Print, after the text, the tokens per pass, the acceptance of drafts and what passes cost."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring.commands.generate import stream
-        from shoestring.decode.settings import Sampling, Speculation
-
-        sampling = Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
-        speculation = Speculation(drafter=self.draft, draft_length=self.draft_length, verification=self.verification)
-        lines: list[str] = []
-        pieces = stream(
-            self.run, self.prompt, self.tokens, sampling, speculation, lines.append if self.report else None
-        )
-        sys.stdout.write(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
-        for piece in pieces:
-            sys.stdout.flush()
-            sys.stdout.write(piece)
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        for line in lines:
-            print(line, file=sys.stderr)
-        return 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +95,7 @@ class VirtualHosts:
         return 0
 
 
-VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate}
+VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate, "skip": Skip}
 VERBS |= {"prune": PruneModel, "quantize": QuantizeModel, "probe": Probe, "compare": Compare, "report": Report}
 VERBS |= {"serve": Serve, "profile": ProfileProgram, "lab": VirtualHosts, "checkpoint": Checkpoint}
 

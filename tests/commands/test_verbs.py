@@ -64,6 +64,34 @@ def test_generate_writes_the_same_text_with_drafts_and_reports_what_they_gained(
     assert "(100%)" in drafted.err  # a drafter that is the model itself
 
 
+def test_skip_writes_a_plan_that_generate_takes(trained, capsys, tmp_path):
+    plan = str(tmp_path / "plan.json")
+    options = ["--share", "0.3", "--samples", "4", "--sequence", "16", "--out", plan]
+    assert main(["skip", str(trained[1]), *options]) == 0
+    said = capsys.readouterr().out
+    saved = re.search(r"bytes moved for a token at a context of 16: ([\d.]+)% saved", said)
+    assert 30 <= float(saved.group(1)) < 80
+    assert re.search(r"loss on the samples: [\d.]+ nats a token before, [\d.]+ after", said)
+    texts = {}
+    call = ["generate", str(trained[1]), "--prompt", "the ", "--tokens", "40", "--seed", "3"]
+    for more in (
+        (),
+        ("--skip", plan),
+        ("--skip", "0.3"),
+        ("--skip", "0"),
+        ("--draft", "skip"),
+        ("--skip", plan, "--draft", "lookup"),
+    ):
+        assert main([*call, *more]) == 0
+        texts[more] = capsys.readouterr().out
+    assert texts["--skip", "0"] == texts["--draft", "skip"] == texts[()]
+    assert texts["--skip", plan] == texts["--skip", plan, "--draft", "lookup"]
+    assert texts["--skip", plan] != texts[()]
+    for wrong in (["--skip", "1.5"], ["--skip", "0.3", "--draft", "lookup"], ["--skip", str(trained[0])]):
+        assert main([*call, *wrong]) == 2
+        assert "skip" in capsys.readouterr().err
+
+
 def test_check_says_what_a_run_file_comes_to_and_starts_nothing(trained, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", str(trained[0]), "--workers", "2", "--comm.bf16", "{}"]) == 0

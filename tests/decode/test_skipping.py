@@ -198,11 +198,33 @@ def test_the_oracle_takes_what_costs_least_for_its_bytes_together_with_what_is_s
         baselines.greedy_oracle(statistics([0.1] * 4, [1] * 4), 1)
 
 
+def test_measured_losses_tell_apart_what_similarity_cannot():
+    """Of four alike, the first is needed, and of the second and the third, only one."""
+    names = ("0", "2", "4", "6")
+
+    def loss(ratios):
+        needed = 5.0 * ("0" in ratios) + 2.0 * ({"2", "4"} <= ratios.keys())
+        scaled = sum(0.1 for ratio in ratios.values() if ratio != 1)
+        return needed + 0.01 * len(ratios) + scaled + 3.0 * sum(int(name) % 2 for name in ratios)
+
+    given = statistics([0.1, 0.9] * 4, [10, 10] * 4, loss)
+    assert "0" in least_harm(given, 30)
+    chosen = choice.least_loss(given, 20)
+    assert len(chosen) == 2
+    assert chosen.keys() < set(names) - {"0"}
+    assert loss(chosen) < 0.1
+    assert set(chosen.values()) == {1.0}
+    assert choice.least_loss(statistics([0.1, 0.9] * 4, [10, 10] * 4), 20) == least_harm(given, 20)
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_saves_what_it_says_and_survives_a_file(model, tmp_path):
     plan = make_plan(model, [TOKENS], 0.4, context=16)
+    with torch.no_grad(), skipping(model, plan.ratios):
+        after = torch.nn.functional.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    assert plan.loss_after == pytest.approx(float(after), abs=1e-4)
     costs = count_bytes(model)
     saved = sum(costs.sublayers[name].at(16) for name in plan.ratios) / costs.total(16)
     assert plan.saved == pytest.approx(saved)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from shoestring import run as runs
 from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.world import World
+from shoestring.data import Data
+from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.models.loading import load_model
 from shoestring.models.saving import source_folder
@@ -32,6 +39,29 @@ def open_source(model: str) -> tuple[Path, nn.Module, Tokenizer | None]:
     if source is None:
         raise CheckpointError(f"`{model}` holds no model", hint="name a run folder, a model folder or hf:NAME")
     return source, *load_model(model)
+
+
+def sample_text(model: str, source: Path, built: nn.Module, data: str, samples: int, sequence: int) -> Tensor:
+    """Samples of the given text, or of the data of the run whose folder the model is in; int64 (samples, length)."""
+    if samples < 1 or sequence < 1:
+        raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
+    tokenizer = source / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ConfigError(f"`{model}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
+    settings, text = Data(), data or ()
+    if not data and (Path(model) / "run.toml").is_file():
+        run = runs.load(model)
+        settings, text = run.data, run.settings.data
+    if not text:
+        raise ConfigError("there is no text to measure on", hint="name some by --data")
+    config = getattr(built, "config", None)
+    limits = [getattr(config, name, None) for name in ("context", "max_position_embeddings")]
+    length = min([sequence, *(limit for limit in limits if isinstance(limit, int))])
+    settings = replace(settings, tokenizer=str(tokenizer), sequence=length)
+    with TemporaryDirectory() as folder:
+        corpus = prepare(text, folder, settings, world=World())
+        spread = range(0, len(corpus.train), max(1, len(corpus.train) // samples))[:samples]
+        return torch.stack([corpus.train[number]["inputs"] for number in spread])
 
 
 def change_of_size(source: Path, out: Path) -> str:

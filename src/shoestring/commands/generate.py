@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError
+from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.drafters import open_drafter
 from shoestring.decode.engine import Engine, Request
 from shoestring.decode.engine import stream as generate
 from shoestring.decode.report import describe
 from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
+from shoestring.decode.skipping.plan import SkipPlan
 from shoestring.models.loading import load_model
 
 
@@ -21,11 +24,13 @@ def stream(
     sampling: Sampling,
     speculation: Speculation | None = None,
     report: Callable[[str], object] | None = None,
+    skip: str = "",
 ) -> Iterator[str]:
     """Yield the continuation in pieces; a character of several tokens is yielded once it is complete.
 
     Args:
         report: is told, at the end, line by line what generation cost and what speculation gained.
+        skip: a share of the bytes moved for a token to save by skipping sublayers, or the file of a plan for it.
 
     Raises:
         CheckpointError: `path` holds no model. ConfigError: no tokenizer with it, or an argument out of range.
@@ -40,10 +45,25 @@ def stream(
     room = len(start) + tokens
     speculation = speculation or Speculation()
     drafter = open_drafter(speculation, model, tokenizer, room=room)
-    engine = Engine(model, room=room, drafter=drafter, speculation=speculation)
+    adapter = _skipping(adapt(model), skip, room, drafts=drafter is not None) if skip else adapt(model)
+    engine = Engine(adapter, room=room, drafter=drafter, speculation=speculation)
     for token in generate(engine, request):
         yield text.add(token)
     yield text.rest()
     if report is not None:
         for line in describe(engine):
             report(line)
+
+
+def _skipping(adapter: Adapter, skip: str, room: int, *, drafts: bool) -> Adapter:
+    """The model without the sublayers of a plan, or, where `skip` is a share, without those that the text suggests."""
+    try:
+        share = float(skip)
+    except ValueError:
+        return Skipping(adapter, SkipPlan.load(Path(skip)))
+    if drafts:
+        raise ConfigError(
+            "--skip with a share learns from passes over one token, and --draft makes longer ones",
+            hint="give the file of a plan, or --draft skip alone, which keeps the text",
+        )
+    return OnlineSkipping(adapter, share, min(room, adapter.context))

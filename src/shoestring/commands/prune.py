@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoestring import run as runs
 from shoestring import sparse
-from shoestring.commands.converting import change_of_size, check_new, described, open_source
-from shoestring.core.errors import ConfigError
-from shoestring.core.world import World, own_device
-from shoestring.data import Data
-from shoestring.data.together import prepare
+from shoestring.commands.converting import change_of_size, check_new, described, open_source, sample_text
+from shoestring.core.world import own_device
 from shoestring.models.saving import save_like, save_packed
 from shoestring.sparse.oneshot import PruningResult
 
@@ -44,14 +37,12 @@ def prune(
         CheckpointError: there is no model.
     """
     check_new(out)
-    if samples < 1 or sequence < 1:
-        raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
     source, built, _ = open_source(model)
     batches: list[dict[str, Tensor]] = []
     if metric == "wanda":
         device = own_device(0)
         built.to(device)
-        inputs = _calibration(model, source, built, data, samples, sequence)
+        inputs = sample_text(model, source, built, data, samples, sequence)
         batches = [{"inputs": batch} for batch in inputs.to(device).split(BATCH)]
     result = sparse.prune(built, layers, metric=metric, batches=batches)
     built.cpu()
@@ -63,27 +54,6 @@ def prune(
         save_like(built, source, out)
     yield change_of_size(source, out)
     yield f"written to {out}; fine-tuning wins back loss: run.model = '{model}' and [sparse.ast]"
-
-
-def _calibration(model: str, source: Path, built: nn.Module, data: str, samples: int, sequence: int) -> Tensor:
-    """Samples of the given text, or of the data of the run whose folder the model is in; int64 (samples, length)."""
-    tokenizer = source / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ConfigError(f"`{model}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
-    settings, text = Data(), data or ()
-    if not data and (Path(model) / "run.toml").is_file():
-        run = runs.load(model)
-        settings, text = run.data, run.settings.data
-    if not text:
-        raise ConfigError("there is no text to measure inputs on", hint="name some by --data")
-    config = getattr(built, "config", None)
-    limits = [getattr(config, name, None) for name in ("context", "max_position_embeddings")]
-    length = min([sequence, *(limit for limit in limits if isinstance(limit, int))])
-    settings = replace(settings, tokenizer=str(tokenizer), sequence=length)
-    with TemporaryDirectory() as folder:
-        corpus = prepare(text, folder, settings, world=World())
-        spread = range(0, len(corpus.train), max(1, len(corpus.train) // samples))[:samples]
-        return torch.stack([corpus.train[number]["inputs"] for number in spread])
 
 
 def _described(result: PruningResult, metric: str, why_others: str) -> Iterator[str]:

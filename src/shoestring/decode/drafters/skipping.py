@@ -68,7 +68,7 @@ class SkippingDrafter(StepwiseDrafter):
 
     def _learn(self, history: Sequence[int]) -> Ratios:
         newest = torch.tensor([history[-min(MOST, self.model.context) :]])
-        return make_plan(self.model, [newest], self.share, context=len(history)).ratios
+        return make_plan(self.model, [newest], self.share, context=len(history), measure=False).ratios
 
     def _unread(self, row: Row) -> list[int]:
         return row.history[-1:]

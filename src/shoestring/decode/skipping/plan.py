@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import Adapter, adapt
-from shoestring.decode.skipping.choice import Ratios, Rule, SkipCandidate, Statistics, least_harm, saved_bytes
+from shoestring.decode.skipping.choice import Ratios, Rule, SkipCandidate, Statistics, least_loss, saved_bytes
 from shoestring.decode.skipping.cost import Costs, count_bytes
 from shoestring.decode.skipping.importance import Observer
-from shoestring.models.sublayers import sublayers
+from shoestring.models.sublayers import skipping, sublayers
 from shoestring.storage.whole import write_atomic
 
 FORMAT = 1
@@ -31,6 +32,10 @@ class SkipPlan:
     """Tokens of context that bytes were counted at."""
     saved: float
     """The share of the bytes moved for a token at that context that is saved."""
+    loss_before: float | None = None
+    """On the sample text with every sublayer, in nats a token; None where it was not measured."""
+    loss_after: float | None = None
+    """The same without those that are skipped."""
 
     def save(self, path: Path) -> None:
         write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=2).encode() + b"\n")
@@ -52,27 +57,46 @@ class SkipPlan:
 
 
 def make_plan(
-    model: nn.Module | Adapter, batches: Iterable[Tensor], share: float, *, context: int, rule: Rule = least_harm
+    model: nn.Module | Adapter,
+    batches: Sequence[Tensor],
+    share: float,
+    *,
+    context: int,
+    measure: bool = True,
+    rule: Rule = least_loss,
 ) -> SkipPlan:
-    """The sublayers that save a share of the bytes moved for a token, by what they do to the stream on sample text.
+    """The sublayers without which a share of the bytes moved for a token is saved, chosen from sample text.
 
     Args:
-        batches: token ids (B, T), int64.
+        batches: token ids (B, T), int64, on the model's device.
         share: of the bytes, from 0 to below 1.
         context: tokens of context at which bytes are counted.
+        measure: choose by the loss on the text, in two passes over it for each sublayer; otherwise by what sublayers
+            do to the stream alone, in one pass.
 
     Raises:
         ConfigError: the share is out of range, or the sublayers of the model are not known.
     """
     check_share(share)
     adapter = model if isinstance(model, Adapter) else adapt(model)
+
+    def loss(ratios: Ratios) -> float:
+        with skipping(adapter.model, ratios), torch.inference_mode():
+            return float(sum(_loss(adapter, batch) for batch in batches) / len(batches))
+
     observer = Observer(adapter.model)
-    with observer, torch.inference_mode():
-        for batch in batches:
-            adapter.read(batch, adapter.new_cache(*batch.shape), wanted="last")
-    statistics = gather(observer, count_bytes(adapter), context)
+    with observer:
+        before = loss({})
+    statistics = replace(gather(observer, count_bytes(adapter), context), loss=loss if measure else None)
     ratios = rule(statistics, share * statistics.total)
-    return SkipPlan(ratios, context, saved_bytes(statistics, ratios) / statistics.total)
+    saved = saved_bytes(statistics, ratios) / statistics.total
+    return SkipPlan(ratios, context, saved, before if measure else None, loss(ratios) if measure else None)
+
+
+def _loss(adapter: Adapter, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of every token but the first, in nats."""
+    logits = adapter.read(batch[:, :-1], adapter.new_cache(len(batch), batch.shape[1]))
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().to(logits.device))
 
 
 def check_share(share: float) -> None:
