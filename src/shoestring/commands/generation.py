@@ -43,8 +43,8 @@ class Generate:
     """Rule that decides which drafted tokens stay; each keeps the model's distribution, and `invariant` also the text
     that the seed gives without drafts, while `block` accepts somewhat more."""
     skip: str = ""
-    """What is skipped of the model, which is faster and costs quality: the share of the bytes moved for a token to do
-    without, such as 0.2, learnt from the prompt, or a plan that `shoestring skip` wrote; by default nothing."""
+    """Sublayers to skip, which is faster and costs quality: the share of the bytes moved for a token that is saved, such
+    as 0.2, by a choice learnt from the prompt, or the file of a plan by `shoestring skip`; by default none."""
     report: bool = False
     """Print, after the text, the tokens per pass, the acceptance of drafts and what passes cost."""
 
@@ -85,7 +85,7 @@ class Skip:
     out: Path = Path("plan.json")
     """File to write the plan to."""
     share: float = 0.2
-    """Share of the bytes moved for a token to do without; larger is faster and costs more quality."""
+    """Share of the bytes moved for a token that is saved; larger is faster and costs more quality."""
     context: int = 0
     """Tokens of context to count bytes at, which make attention dearer; defaults to the length of a sample."""
     data: str = ""
