@@ -43,8 +43,8 @@ class Generate:
     """Rule that decides which drafted tokens stay; each keeps the model's distribution, and `invariant` also the text
     that the seed gives without drafts, while `block` accepts somewhat more."""
     skip: str = ""
-    """Sublayers to skip, which is faster and costs quality: the share of the bytes moved for a token that is saved, such
-    as 0.2, by a choice learnt from the prompt, or the file of a plan by `shoestring skip`; by default none."""
+    """Sublayers to skip, which is faster and costs quality: the share of the bytes moved for a token that is saved,
+    such as 0.2, by a choice learnt from the prompt, or the file of a plan by `shoestring skip`; by default none."""
     report: bool = False
     """Print, after the text, the tokens per pass, the acceptance of drafts and what passes cost."""
 
