@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation, exactness, pretrained, skipping, speculation
+from benchmarks.decode import distillation, exactness, pretrained, server, skipping, speculation
 from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
@@ -54,6 +54,7 @@ def command(argv: Sequence[str]) -> int:
             *decode.gpu_rows(),
             *distillation.rows(drafters),
             *skipping.rows(comparison),
+            *server.rows(),
         ]
 
     return main("decode", rows, rest, RESULTS)

@@ -218,6 +218,7 @@ class App:
         }
         gauges = {
             "connections": ("Open connections.", self.connections),
+            "asyncio_tasks": ("Tasks of the event loop.", len(asyncio.all_tasks())),
             "slots": ("Texts that can be generated at the same time.", len(engine.seated)),
             "slots_busy": ("Slots with a text.", sum(row is not None for row in engine.seated)),
             "queue_length": ("Texts that wait for a slot.", self.waiting),
