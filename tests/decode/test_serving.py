@@ -270,6 +270,18 @@ def test_logits_that_are_not_finite_are_an_error_and_the_server_goes_on():
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
+def test_a_token_that_is_ruled_out_has_a_finite_logprob():
+    with running(slots=1) as server:
+        adapter = server.app.worker.engine.model
+        logits = adapter.logits
+        adapter.logits = lambda *given: logits(*given).index_fill(-1, torch.tensor([98]), -math.inf)  # "b"
+        asked = {"prompt": "abc", "max_tokens": 2, "logprobs": 20, "echo": True}
+        answer = server.http.post("/v1/completions", json=asked).json()
+        assert answer["choices"][0]["logprobs"]["token_logprobs"][1] == -9999.0
+        asked = MESSAGES | {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        assert server.http.post("/v1/chat/completions", json=asked).status_code == 200
+
+
 def test_a_pass_that_raises_fails_its_texts_alone(caplog):
     with running(slots=2) as server:
         blocks = server.model.blocks

@@ -197,7 +197,9 @@ class Stream(Response):
     """
 
     def __init__(self, answer: Answer, seconds: float) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
         del self.headers["content-length"]
         self.answer, self.seconds = answer, seconds
 

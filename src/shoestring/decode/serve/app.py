@@ -119,9 +119,9 @@ class App:
             asked = await asyncio.to_thread(lambda: understand(_parsed(raw), self.served))
         else:
             asked = understand(_parsed(raw), self.served)
+        self._admit(len(asked.prompts) * asked.count)
         answer = Answer(asked, form, self.served, self.worker, self.metrics, began)
-        self._admit(len(answer.requests))
-        answer.start()
+        answer.start()  # nothing is awaited since it was admitted
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
         if asked.stream:
@@ -226,7 +226,6 @@ class App:
                 "Mean number of tokens that a pass with a draft adds.",
                 1 + accepted / max(drafts, 1),
             ),
-            "cache_bytes": ("Memory of keys and values.", engine.cache.nbytes),
         }
         return PlainTextResponse(self.metrics.text(counters, gauges), media_type="text/plain; version=0.0.4")
 

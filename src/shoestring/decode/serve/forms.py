@@ -15,6 +15,9 @@ from shoestring.decode.serve.writing import Shown
 
 Json = dict[str, Any]
 
+LOWEST = -9999.0
+"""Stands for the logarithm of 0, which JSON cannot spell, as in OpenAI's API."""
+
 
 class AnswerForm(ABC):
     """One answer, whose parts share an identifier and a time."""
@@ -66,9 +69,12 @@ class CompletionForm(AnswerForm):
     def logprobs(self, tokens: Sequence[Shown], echoed: int) -> Json:
         return {
             "tokens": [name(self.tokenizer, shown.entry.token) for shown in tokens],
-            "token_logprobs": [shown.entry.logprob for shown in tokens],
+            "token_logprobs": [max(shown.entry.logprob, LOWEST) for shown in tokens],
             "top_logprobs": [
-                {name(self.tokenizer, token): value for token, value in [*reversed(shown.entry.top), shown.entry[:2]]}
+                {
+                    name(self.tokenizer, token): max(value, LOWEST)
+                    for token, value in [*reversed(shown.entry.top), shown.entry[:2]]
+                }
                 for shown in tokens
             ],
             "text_offset": [echoed + shown.start for shown in tokens],
@@ -100,7 +106,7 @@ class ChatForm(AnswerForm):
         def described(token: int, value: float) -> Json:
             return {
                 "token": name(self.tokenizer, token),
-                "logprob": value,
+                "logprob": max(value, LOWEST),
                 "bytes": list(self.tokenizer.token_bytes(token)),
             }
 

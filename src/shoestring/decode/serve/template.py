@@ -71,8 +71,8 @@ class ChatTemplate:
         texts += [value for value in (arguments or {}).values() if isinstance(value, str)]
         if not any(self._may_spell(text) for text in texts):
             rendered = self.render(messages, arguments or {})
-            with single_threaded():
-                return self._engine.encode(rendered, add_special_tokens=False).ids
+            with single_threaded():  # a batch, because that lets other threads run meanwhile
+                return self._engine.encode_batch_fast([rendered], add_special_tokens=False)[0].ids
         used = set().union(*texts)
         mark = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
         if mark is None:
