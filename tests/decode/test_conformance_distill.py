@@ -20,5 +20,5 @@ class TestDistill(FeatureSuite):
 class TestDistillCached(FeatureSuite):
     """From the likeliest tokens of the teacher, which the run's folder keeps."""
 
-    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=16)
+    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=8)
     tolerance = 0.1

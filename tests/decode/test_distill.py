@@ -111,7 +111,7 @@ def _trace(facts):
 def test_another_teacher_temperature_or_number_of_words_is_not_taken_from_the_cache(tmp_path):
     cached = replace(ALL, cache=str(tmp_path), top_k=8)
     losses(cached)
-    for other in ({"teacher": "drafting:reference"}, {"temperature": 2.0}, {"top_k": 9}):
+    for other in ({"teacher": "drafting:reference"}, {"temperature": 2.0}, {"top_k": 9}, {"drawn": 5}):
         assert losses(replace(cached, **other))[1] == 2 * jobs.BATCH, other
     assert losses(cached)[1] == 0
 
@@ -132,6 +132,7 @@ def test_the_cache_of_a_run_lies_in_its_folder_unless_its_path_is_absolute(tmp_p
         (replace(ALL, fraction=0.0), r"must lie in \(0, 1\]"),
         (replace(ALL, temperature=0.0), "must be positive"),
         (replace(ALL, top_k=0), "at least 1"),
+        (replace(ALL, drawn=-1), "at least 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(feature, message):

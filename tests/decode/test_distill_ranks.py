@@ -16,7 +16,7 @@ def pool(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_ranks_with_other_samples_in_their_caches_train_alike(pool, tmp_path, sharded):
-    feature = Distill(teacher="drafting:teacher", reference="drafting:reference", fraction=0.5, top_k=32)
+    feature = Distill(teacher="drafting:teacher", reference="drafting:reference", fraction=0.5)
     arguments = {"feature": encode(feature), "sharded": sharded}
     plain = pool.call(sharded_drafting.train, folder=str(tmp_path / "cold"), warm=False, **arguments)
     mixed = pool.call(sharded_drafting.train, folder=str(tmp_path / "warm"), warm=True, **arguments)

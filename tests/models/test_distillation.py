@@ -12,15 +12,15 @@ from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import Feature, Seam
 from shoestring.models import distillation, gpt
 from shoestring.models.distillation import (
-    TopWords,
+    KnownWords,
     acceptance,
     check_vocabulary,
     counted,
     distil,
     distillation_loss,
     freeze_teacher,
+    known_words,
     token_losses,
-    top_words,
 )
 from shoestring.models.saving import save_model
 from shoestring.testing import jobs
@@ -105,7 +105,7 @@ def test_each_token_has_its_loss_its_divergence_and_its_acceptance():
 def test_the_words_that_a_teacher_does_not_tell_count_as_one_outcome(objective):
     """The divergence of the k words and "any other", which is what autograd makes of that definition."""
     one, other = (logits(1).requires_grad_() for _ in range(2))
-    top = top_words(logits(2), 6, temperature=2.0)
+    top = known_words(logits(2), 6, temperature=2.0)
     loss = distillation_loss(one, top, objective=objective, temperature=2.0)
     p, q = probabilities(logits(2), other, 2.0)
     index = p.topk(6).indices
@@ -122,9 +122,9 @@ def test_the_words_that_a_teacher_does_not_tell_count_as_one_outcome(objective):
 
 def test_all_words_of_a_teacher_are_its_logits_and_narrow_numbers_lose_little():
     whole = distillation_loss(logits(1), logits(2))
-    torch.testing.assert_close(distillation_loss(logits(1), top_words(logits(2), WORDS)), whole)
-    top = top_words(logits(2).float(), 20)
-    narrow = TopWords(top.words.to(torch.uint16), top.log_probabilities.half())
+    torch.testing.assert_close(distillation_loss(logits(1), known_words(logits(2), WORDS)), whole)
+    top = known_words(logits(2).float(), 20)
+    narrow = KnownWords(top.words.to(torch.uint16), top.log_probabilities.half())
     student = logits(1).float()
     torch.testing.assert_close(distillation_loss(student, narrow), distillation_loss(student, top), rtol=1e-3, atol=0)
     with pytest.raises(ConfigError, match="do not fit"):
@@ -136,8 +136,8 @@ def test_a_teachers_optimum_is_the_teacher(objective):
     """Dividing by the mass of the likeliest words has another one: no mass on any other word."""
     torch.manual_seed(0)
     teacher = torch.randn(1, 8, dtype=torch.float64)
-    top = top_words(teacher, 3)
-    divided = TopWords(top.words, top.log_probabilities.clone())
+    top = known_words(teacher, 3)
+    divided = KnownWords(top.words, top.log_probabilities.clone())
     divided.log_probabilities[:, -1] = -torch.inf
     mass = {}
     for name, known in {"one outcome": top, "divided": divided}.items():
@@ -150,6 +150,57 @@ def test_a_teachers_optimum_is_the_teacher(objective):
         mass[name] = float(student.detach().softmax(-1).gather(-1, top.words).sum())
     told = float(top.log_probabilities[:, :-1].exp().sum())
     assert mass["one outcome"] == pytest.approx(told, abs=0.02) and mass["divided"] > told + 0.1
+
+
+def drawn_words(drawn=5, seed=0):
+    return known_words(logits(2)[:, None], 4, drawn=drawn, seeds=range(seed, seed + ROWS), temperature=2.0)
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv", "hybrid"])
+def test_a_sample_stands_for_the_other_words_in_kl(objective):
+    """-Σ p log q of the sample, and what does not depend on the student; total variation stays that of one outcome."""
+    one, other = (logits(1)[:, None].requires_grad_() for _ in range(2))
+    known, merged = drawn_words(), drawn_words(0)
+    loss = distillation_loss(one, known, objective=objective, temperature=2.0)
+    log_q, p = (other / 2).log_softmax(-1), known.log_probabilities.exp()
+    cross = (p[..., :-1] * log_q.gather(-1, known.words)).sum(-1) + p[..., -1] * log_q.gather(-1, known.drawn).mean(-1)
+    divergence = (p[..., :-1] * known.log_probabilities[..., :-1]).sum(-1) - known.entropy - cross
+    rejected = token_losses(other, merged, objective="tv", temperature=2.0).loss / 4
+    share = {"kl": 1.0, "tv": 0.0, "hybrid": (-3 * (1 - rejected)).exp().detach()}[objective]
+    expected = 4 * (share * divergence + (1 - share) * rejected).sum()
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_samples_change_neither_the_mean_of_kl_nor_that_of_its_gradient():
+    student = logits(1)[:, None].requires_grad_()
+    whole = distillation_loss(student, logits(2)[:, None], temperature=2.0)
+    whole.backward()
+    exact, student.grad = student.grad, None
+    sampled = torch.stack(
+        [distillation_loss(student, drawn_words(200, seed=1000 * number), temperature=2.0) for number in range(30)]
+    ).mean()
+    sampled.backward()
+    assert float(sampled.detach()) == pytest.approx(float(whole.detach()), rel=0.01)
+    assert float((student.grad - exact).norm() / exact.norm()) < 0.02
+    student.grad = None
+    distillation_loss(student, drawn_words(0), temperature=2.0).backward()
+    assert float((student.grad - exact).norm() / exact.norm()) > 0.2  # what one outcome makes of it
+
+
+def test_a_sample_depends_on_its_seed_alone_and_holds_no_likeliest_word():
+    both = known_words(logits(2)[:6].view(2, 3, WORDS), 4, drawn=9, seeds=[7, 8])
+    alone = known_words(logits(2)[3:6].view(1, 3, WORDS), 4, drawn=9, seeds=[8])
+    assert torch.equal(both.drawn[1], alone.drawn[0]) and both.drawn.shape == (2, 3, 9)
+    assert not (both.drawn[..., None] == both.words[..., None, :]).any()
+    certain = logits(2)[:3].view(1, 3, WORDS).clone()
+    certain[..., 4:] = -torch.inf  # nothing is left to draw from
+    nothing = known_words(certain, 4, drawn=9, seeds=[7])
+    found = token_losses(logits(1)[:3].view(1, 3, WORDS), nothing)
+    torch.testing.assert_close(found.divergence, token_losses(logits(1)[:3].view(1, 3, WORDS), certain).divergence)
+    assert known_words(certain, WORDS, drawn=9, seeds=[7]).drawn is None
 
 
 def test_acceptance_is_over_the_tokens_that_count():
@@ -183,7 +234,7 @@ def test_another_vocabulary_is_refused_before_any_weights_are_read(tmp_path):
 def test_autograd_agrees_with_finite_differences(objective):
     student = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(2, 3, 5, dtype=torch.float64)
-    for known in (teacher, top_words(teacher, 2, temperature=2.0)):
+    for known in (teacher, known_words(teacher, 2, temperature=2.0)):
         loss = partial(distillation_loss, teacher=known, objective=objective, temperature=2.0)
         assert torch.autograd.gradcheck(loss, student)
 

@@ -15,7 +15,7 @@ from shoestring.core.frozen import Reference
 from shoestring.core.task import Batch, Output
 from shoestring.core.trace import span
 from shoestring.decode.selection import LEFT, RunningThreshold
-from shoestring.models.distillation import TopWords, counted, freeze_teacher, logits_of, token_losses, top_words
+from shoestring.models.distillation import KnownWords, counted, freeze_teacher, known_words, logits_of, token_losses
 from shoestring.models.loading import outline
 from shoestring.models.sample_cache import SampleCache, sample_keys
 
@@ -52,7 +52,8 @@ def explained(job: Job, settings: Distill) -> str:
             said.append(f"{role} `{source}`{count}")
     said.append(f"learns {f'{settings.fraction:.0%} of the' if settings.reference else 'all'} tokens")
     if settings.cache:
-        said.append(f"the teacher's {settings.top_k} likeliest tokens are cached in `{settings.cache}`")
+        words = f"the teacher's {settings.top_k} likeliest tokens and {settings.drawn} drawn ones"
+        said.append(f"{words} are cached in `{settings.cache}`")
     return "; ".join(said)
 
 
@@ -61,7 +62,7 @@ def reduction(trace: Trace, settings: Distill) -> Reduction | None:
     computed, cached = (trace.facts.get(what, 0.0) for what in (COMPUTED, CACHED))
     if not computed + cached:
         return None
-    cost = f"the teacher's {settings.top_k} likeliest tokens in place of all; bytes on disk"
+    cost = f"{settings.top_k} likeliest tokens and {settings.drawn} drawn ones in place of all; bytes on disk"
     return Reduction(
         unit="samples that the teacher reads", used=computed, without=computed + cached, measured=True, cost=cost
     )
@@ -108,7 +109,7 @@ class Distillation:
             numbers[name] = torch.where(tokens, each, 0).sum() / count
         return torch.where(tokens, weights * found.loss, 0).sum(), weights.sum()
 
-    def _targets(self, batch: Batch) -> tuple[Tensor | TopWords, Tensor | None]:
+    def _targets(self, batch: Batch) -> tuple[Tensor | KnownWords, Tensor | None]:
         """What the teacher says, and the divergence (...) of the reference from it, if there is a reference."""
         temperature = self.settings.temperature
         if not self.settings.cache:
@@ -117,17 +118,24 @@ class Distillation:
                 return teacher, None
             return teacher, token_losses(self._logits("reference", batch), teacher, temperature=temperature).divergence
 
-        def likeliest() -> dict[str, Tensor]:
-            logits = self._logits("teacher", batch)
-            words, log_probabilities = top_words(
-                logits, min(self.settings.top_k, logits.shape[-1]), temperature=temperature
-            )
-            narrow = torch.uint16 if logits.shape[-1] <= NARROW else torch.int32
-            return {"words": words.to(narrow), "log_probabilities": log_probabilities.half()}
-
         keys = sample_keys(batch)
-        found = self._cached("teacher", keys, likeliest)
-        teacher = TopWords(found["words"], found["log_probabilities"])
+
+        def known() -> dict[str, Tensor]:
+            logits = self._logits("teacher", batch)
+            narrow = torch.uint16 if logits.shape[-1] <= NARROW else torch.int32
+            made = known_words(
+                logits,
+                min(self.settings.top_k, logits.shape[-1]),
+                drawn=self.settings.drawn,
+                seeds=[int.from_bytes(key[:7]) for key in keys],
+                temperature=temperature,
+            )
+            tensors = {name: tensor for name, tensor in made._asdict().items() if tensor is not None}
+            return {
+                name: each.half() if each.is_floating_point() else each.to(narrow) for name, each in tensors.items()
+            }
+
+        teacher = KnownWords(**self._cached("teacher", keys, known))
         if not self.settings.reference:
             return teacher, None
 
@@ -167,6 +175,7 @@ class Distillation:
             identity: Mapping[str, Any] = {
                 "temperature": self.settings.temperature,
                 "top_k": self.settings.top_k,
+                "drawn": self.settings.drawn,
                 "autocast": autocast,
                 **{each: self._digest(each) for each in ("teacher", role)},
             }

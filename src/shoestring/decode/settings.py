@@ -117,11 +117,15 @@ class Distill(Feature):
     temperature: float = 1.0
     """Temperature of both distributions: above 1, the teacher's small probabilities count for more."""
     cache: str = ""
-    """Folder that keeps the teacher's likeliest tokens on disk by sample, so that later epochs and runs do without the
+    """Folder that keeps what the teacher says on disk by sample, so that later epochs and runs do without the
     teacher; a relative path lies in the run folder, an absolute one is shared by runs. By default nothing is kept."""
-    top_k: int = 64
-    """Number of likeliest tokens that the cache keeps of each distribution, 4 bytes each (6 above 65,536 words); more
-    follow the teacher more closely. All others count as one outcome."""
+    top_k: int = 32
+    """Number of likeliest tokens that the cache keeps of each distribution, with their probabilities: 4 bytes each
+    (6 above 65,536 words)."""
+    drawn: int = 64
+    """Number of other tokens that the cache draws at random from each distribution, 2 bytes each (4 above 65,536
+    words): they stand for all others in `kl`. More make gradients less noisy. 0 takes all others as one outcome, as
+    `tv` does in any case."""
 
     @property
     def seams(self) -> tuple[Seam, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -138,8 +142,9 @@ class Distill(Feature):
             raise ConfigError(f"`{self.name}.fraction` must lie in (0, 1], got {self.fraction}")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"`{self.name}.temperature` must be positive, got {self.temperature}")
-        if self.top_k < 1:
-            raise ConfigError(f"`{self.name}.top_k` must be at least 1, got {self.top_k}")
+        for name, least in (("top_k", 1), ("drawn", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
         for other in job.features:
             if other is not self and Seam.LOSS in other.seams:
                 raise ConflictError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,27 +25,45 @@ ETA = 3.0
 """How fast the hybrid loss turns from KL to total variation as the acceptance grows."""
 
 
-class TopWords(NamedTuple):
-    """A teacher's distributions, of which only the likeliest words are known.
+class KnownWords(NamedTuple):
+    """A teacher's distributions, of which only the likeliest words are known, and a sample of the others.
 
-    The words that are not known are taken to share their probability as they do in the student's distribution. So
-    every divergence is that of the k words and one outcome "any other word", which is never above the full one, and
-    whose optimum has the right probability for each of the k words. Dividing by the mass of the k words instead would
-    teach the student that no other word ever comes.
+    Total variation takes all other words as one outcome: it is never above that of all words. So does KL without a
+    sample. With one, KL stands on the sample, which changes neither its mean nor its gradient's (Anshumann et al.,
+    2025). Dividing by the mass of the likeliest words instead would teach the student that no other word ever comes.
     """
 
     words: Tensor
-    """Integers (..., k)."""
+    """The likeliest ones: integers (..., k)."""
     log_probabilities: Tensor
     """Floating point (..., k + 1): of these words, and last of all others together; at the loss's temperature."""
+    drawn: Tensor | None = None
+    """Others, drawn with replacement by their probabilities: integers (..., m)."""
+    entropy: Tensor | None = None
+    """-Σ p log p over the others (...); with `drawn`."""
 
 
-def top_words(logits: Tensor, count: int, *, temperature: float = 1.0) -> TopWords:
-    """The `count` likeliest words of logits (..., V), in single precision at least."""
+def known_words(
+    logits: Tensor, count: int, *, drawn: int = 0, seeds: Sequence[int] = (), temperature: float = 1.0
+) -> KnownWords:
+    """The `count` likeliest words of logits (B, ..., V) and a sample of `drawn` others, in single precision at least.
+
+    Args:
+        seeds: of the samples, one for each of the B.
+    """
     logits = logits.to(_wide(logits)) / temperature
     values, words = logits.topk(count, sorted=False)
-    others = logits.scatter(-1, words, -torch.inf).logsumexp(-1, keepdim=True)
-    return TopWords(words, torch.cat((values, others), -1).log_softmax(-1))
+    others = logits.scatter(-1, words, -torch.inf)
+    log_probabilities = torch.cat((values, others.logsumexp(-1, keepdim=True)), -1).log_softmax(-1)
+    if not drawn or count == logits.shape[-1]:
+        return KnownWords(words, log_probabilities)
+    mass, shares = log_probabilities[..., -1], others.softmax(-1).nan_to_num(1 / logits.shape[-1])
+    samples = []
+    for each, seed in zip(shares.reshape(len(shares), -1, shares.shape[-1]), seeds, strict=True):
+        generator = torch.Generator(logits.device).manual_seed(seed)
+        samples.append(torch.multinomial(each, drawn, replacement=True, generator=generator))
+    entropy = mass.exp() * (torch.special.entr(shares).sum(-1) - mass.clamp_min(torch.finfo(mass.dtype).min))
+    return KnownWords(words, log_probabilities, torch.stack(samples).view(*words.shape[:-1], drawn), entropy)
 
 
 class TokenLosses(NamedTuple):
@@ -60,7 +78,7 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(
-    student: Tensor, teacher: Tensor | TopWords, *, objective: Objective = "kl", temperature: float = 1.0
+    student: Tensor, teacher: Tensor | KnownWords, *, objective: Objective = "kl", temperature: float = 1.0
 ) -> TokenLosses:
     """The divergence of a student from its teacher, token by token, between softmax(logits / T) of both.
 
@@ -73,31 +91,35 @@ def token_losses(
 
     Args:
         student: logits (..., V).
-        teacher: logits (..., V) of any floating type, in which -inf excludes a word, or the likeliest words. They get
+        teacher: logits (..., V) of any floating type, in which -inf excludes a word, or what is known of them. They get
             no gradient.
         temperature: above 1, the teacher's small probabilities count for more.
 
     Raises:
         ConfigError: the shapes differ, or the temperature is not positive.
     """
-    top = isinstance(teacher, TopWords)
-    values, words = (teacher.log_probabilities, teacher.words.flatten(0, -2)) if top else (teacher, None)
-    fits = values.shape[:-1] == student.shape[:-1] if top else values.shape == student.shape
-    if not fits:
+    known = isinstance(teacher, KnownWords)
+    values = teacher.log_probabilities if known else teacher
+    if values.shape[:-1] != student.shape[:-1] or (not known and values.shape != student.shape):
         raise ConfigError(
             f"logits of shape {tuple(values.shape)} of a teacher do not fit {tuple(student.shape)} of its student",
             hint="both must have the same vocabulary",
         )
     if not 0 < temperature < float("inf"):
         raise ConfigError(f"the temperature of distillation must be positive, got {temperature}")
-    flat = student.flatten(0, -2), values.detach().flatten(0, -2)
-    losses = _TokenLosses.apply(*flat, words, objective, temperature)
+    flat = student.flatten(0, -2)
+    if isinstance(teacher, KnownWords):
+        words, values, drawn = (None if each is None else each.detach().flatten(0, -2) for each in teacher[:3])
+        entropy = None if teacher.entropy is None else teacher.entropy.detach().flatten()
+        losses = _KnownLosses.apply(flat, words, values, drawn, entropy, objective, temperature)
+    else:
+        losses = _TokenLosses.apply(flat, values.detach().flatten(0, -2), objective, temperature)
     return TokenLosses(*(each.view(student.shape[:-1]) for each in losses))
 
 
 def distillation_loss(
     student: Tensor,
-    teacher: Tensor | TopWords,
+    teacher: Tensor | KnownWords,
     *,
     objective: Objective = "kl",
     temperature: float = 1.0,
@@ -118,42 +140,104 @@ def distillation_loss(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """student (N, V), teacher (N, V) or (N, k + 1) with words (N, k) -> three times (N,); see `token_losses`."""
+    """student (N, V), teacher (N, V) -> three times (N,); see `token_losses`."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, words: Tensor | None, objective: Objective, temperature: float
+        ctx: Any, student: Tensor, teacher: Tensor, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         divergence, acceptance = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(2))
-        for rows, log_q, log_p in _chunks(student, teacher, words, temperature):
+        for rows, log_q in _chunks(student, temperature):
+            log_p = _log_softmax(teacher[rows].to(log_q.dtype), temperature)
             p = log_p.exp()
             divergence[rows] = torch.where(p > 0, p * log_p.sub_(log_q), 0).sum(-1)
             acceptance[rows] = torch.minimum(p, log_q.exp_()).sum(-1)
-        share = _share_of_kl(objective, acceptance)
-        ctx.save_for_backward(student, teacher, words, share)
-        ctx.objective, ctx.temperature = objective, temperature
-        ctx.mark_non_differentiable(divergence, acceptance)
-        loss = temperature**2 * (share * divergence + (1 - share) * (1 - acceptance))
-        if objective == "tv":  # no product of 0 and what may be infinite
-            loss = temperature**2 * (1 - acceptance)
-        return loss, divergence, acceptance
+        ctx.save_for_backward(student, teacher, acceptance)
+        return _combined(ctx, divergence, acceptance, objective, temperature)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, words, share = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        student, teacher, acceptance = ctx.saved_tensors
         of_student = torch.empty_like(student)
-        scale = grad * ctx.temperature
-        for rows, log_q, log_p in _chunks(student, teacher, words, ctx.temperature):
-            q, apart = log_q.exp_(), log_p.exp_()
-            apart = torch.sub(q, apart, out=apart)
-            of_kl, of_tv = ((scale * each)[rows, None] for each in (share, 1 - share))
-            direction = of_kl * apart
+        share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature
+        for rows, log_q in _chunks(student, ctx.temperature):
+            q, p = log_q.exp_(), _log_softmax(teacher[rows].to(log_q.dtype), ctx.temperature).exp_()
+            apart = torch.sub(q, p, out=p)
+            direction = (scale * share)[rows, None] * apart
             if ctx.objective != "kl":
                 sides = apart.sign_().mul_(q)  # d TV / d q is half the sign of q - p, here times q
-                direction += of_tv / 2 * sides.sub_(q.mul_(sides.sum(-1, keepdim=True)))
+                direction += (scale * (1 - share))[rows, None] / 2 * sides.sub_(q.mul_(sides.sum(-1, keepdim=True)))
             of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
-        return of_student, None, None, None, None
+        return of_student, None, None, None
+
+
+class _KnownLosses(torch.autograd.Function):
+    """student (N, V), words (N, k), log-probabilities (N, k + 1), drawn (N, m), entropy (N,) -> three times (N,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        words: Tensor,
+        values: Tensor,
+        drawn: Tensor | None,
+        entropy: Tensor | None,
+        objective: Objective,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        divergence, acceptance = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(2))
+        for rows, log_q in _chunks(student, temperature):
+            log_p, index = values[rows].to(log_q.dtype).log_softmax(-1), words[rows].to(torch.int64)
+            of_others = log_q.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
+            log_merged, p = torch.cat((log_q.gather(-1, index), of_others), -1), log_p.exp()
+            lost = torch.where(p > 0, p * (log_p - log_merged), 0)
+            if drawn is not None and entropy is not None:
+                tail = -entropy[rows].to(p.dtype) - p[:, -1] * log_q.gather(-1, drawn[rows].to(torch.int64)).mean(-1)
+                lost[:, -1] = torch.where(p[:, -1] > 0, tail, 0)
+            divergence[rows] = lost.sum(-1)
+            acceptance[rows] = torch.minimum(p, log_merged.exp()).sum(-1)
+        ctx.save_for_backward(student, words, values, drawn, acceptance)
+        return _combined(ctx, divergence, acceptance, objective, temperature)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        student, words, values, drawn, acceptance = ctx.saved_tensors
+        of_student = torch.empty_like(student)
+        share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature
+        for rows, log_q in _chunks(student, ctx.temperature):
+            p, index = values[rows].to(log_q.dtype).softmax(-1), words[rows].to(torch.int64)
+            merged = torch.cat((log_q.gather(-1, index), log_q.scatter(-1, index, -torch.inf).logsumexp(-1, True)), -1)
+            q, merged = log_q.exp_(), merged.exp_()
+            of_kl, of_tv = (scale * share)[rows, None], (scale * (1 - share))[rows, None]
+            sides = (merged - p).sign_()  # d TV / d merged is half of it
+            middle = (sides * merged).sum(-1, keepdim=True)
+            # Of all words alike, then what differs at those that are known.
+            of_all = of_kl + of_tv / 2 * (sides[:, -1:] - middle)
+            of_words = of_tv / 2 * (sides[:, :-1] - sides[:, -1:]) * merged[:, :-1] - of_kl * p[:, :-1]
+            if drawn is None:
+                left = torch.where(merged[:, -1:] > 0, p[:, -1:] / merged[:, -1:], 0)
+                of_all, of_words = of_all - of_kl * left, of_words + of_kl * left * merged[:, :-1]
+            direction = (of_all * q).scatter_add_(-1, index, of_words)
+            if drawn is not None:
+                each = -of_kl * p[:, -1:] / drawn.shape[1]
+                direction.scatter_add_(-1, drawn[rows].to(torch.int64), each.expand(-1, drawn.shape[1]))
+            of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
+        return of_student, None, None, None, None, None, None
+
+
+def _combined(
+    ctx: Any, divergence: Tensor, acceptance: Tensor, objective: Objective, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What both functions return; and what their backward passes need is noted."""
+    ctx.objective, ctx.temperature = objective, temperature
+    ctx.mark_non_differentiable(divergence, acceptance)
+    rejection = 1 - acceptance
+    if objective == "tv":  # no product of 0 and what may be infinite
+        return temperature**2 * rejection, divergence, acceptance
+    share = _share_of_kl(objective, acceptance)
+    return temperature**2 * (share * divergence + (1 - share) * rejection), divergence, acceptance
 
 
 def _share_of_kl(objective: Objective, acceptance: Tensor) -> Tensor:
@@ -167,21 +251,12 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _chunks(
-    student: Tensor, teacher: Tensor, words: Tensor | None, temperature: float
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, and log-probabilities of student and teacher at the temperature, which may be overwritten."""
+def _chunks(student: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and the student's log-probabilities at the temperature, which may be overwritten."""
     size = max(1, (CPU_CHUNK if student.device.type == "cpu" else CHUNK) // student.shape[1])
     for start in range(0, len(student), size):
         rows = slice(start, start + size)
-        log_q, known = _log_softmax(student[rows], temperature), teacher[rows]
-        if words is None:
-            yield rows, log_q, _log_softmax(known.to(log_q.dtype), temperature)
-            continue
-        known, index = known.to(log_q.dtype).log_softmax(-1), words[rows].to(torch.int64)
-        log_p = log_q.scatter(-1, index, -torch.inf)
-        log_p += known[:, -1:] - log_p.logsumexp(-1, keepdim=True)
-        yield rows, log_q, log_p.scatter_(-1, index, known[:, :-1])
+        yield rows, _log_softmax(student[rows], temperature)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
