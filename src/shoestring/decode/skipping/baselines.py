@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import fmean
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.skipping.choice import Ratios, SkipCandidate, Statistics, check_reachable, saved_bytes
@@ -63,19 +64,19 @@ def greedy_oracle(statistics: Statistics, budget: float) -> Ratios:
     Raises:
         ConfigError: the statistics have no loss.
     """
-    loss = statistics.loss
-    if loss is None:
+    losses = statistics.losses
+    if losses is None:
         raise ConfigError("the greedy oracle needs a loss to measure")
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}
-    now = loss(ratios)
+    now = fmean(losses(ratios))
     while (left := budget - saved_bytes(statistics, ratios)) > 0:
         rest = [each for each in statistics.candidates if each.name not in ratios]
-        losses = [loss({**ratios, each.name: each.ratio}) for each in rest]
+        after = [fmean(losses({**ratios, each.name: each.ratio})) for each in rest]
         # What a sublayer saves beyond the budget does not count for it.
-        value = [(after - now) / min(left, each.bytes) for each, after in zip(rest, losses, strict=True)]
+        value = [(loss - now) / min(left, each.bytes) for each, loss in zip(rest, after, strict=True)]
         index = value.index(min(value))
-        ratios[rest[index].name], now = rest[index].ratio, losses[index]
+        ratios[rest[index].name], now = rest[index].ratio, after[index]
     return ratios
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median, stdev
 
 from shoestring.core.errors import ConfigError
 from shoestring.models.sublayers import KINDS, Kind
@@ -15,6 +15,9 @@ Ratios = Mapping[str, float]
 
 GRID = 20_000
 """Steps at most into which the bytes to save are divided, where the sublayers' bytes have no larger common divisor."""
+
+SURE = 2.0
+"""Standard errors by which a choice by measured losses has to be better than one by similarity."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Statistics:
     """cos(x, y) of whole blocks."""
     total: int
     """Bytes that the whole model moves for one token."""
-    loss: Callable[[Ratios], float] | None = None
-    """The loss on sample text with these sublayers skipped, for rules that measure it."""
+    losses: Callable[[Ratios], Sequence[float]] | None = None
+    """The mean loss of each of several sample texts with these sublayers skipped, for rules that measure it."""
 
 
 Rule = Callable[[Statistics, float], Ratios]
@@ -96,12 +99,21 @@ def least_loss(statistics: Statistics, budget: float) -> Ratios:
 
     The harm of a sublayer is the loss that skipping it alone adds, and then, once more, what it adds to or takes from
     the choice made so: sublayers that do each other's work are told apart. Both are noisy on little text and therefore
-    averaged with what similarity suggests. Of the choices, with compensation and without it, the one with the least
-    measured loss is taken: 2 passes over the text for each sublayer, and 6.
+    averaged with what similarity suggests; and a choice made so is taken only where its loss is lower than that of the
+    choice by similarity by more than SURE standard errors of the difference. Of each, the better of r = ‖y‖ / ‖x‖ and
+    r = 1 is taken: 2 passes over the text for each sublayer, and a few.
     """
-    loss, similar = statistics.loss, least_harm(statistics, budget)
-    if loss is None or not similar:
+    losses, similar = statistics.losses, least_harm(statistics, budget)
+    if losses is None or not similar:
         return similar
+    ratios = {each.name: each.ratio for each in statistics.candidates}
+
+    def loss(choice: Ratios) -> float:
+        return fmean(losses(choice))
+
+    def better(names: Ratios) -> Ratios:
+        return min(({name: ratios[name] for name in names}, dict.fromkeys(names, 1.0)), key=loss)
+
     plain = replace(statistics, candidates=[replace(each, ratio=1.0) for each in statistics.candidates])
     base = loss({})
     alone = _measured(plain, {each.name: loss({each.name: 1.0}) - base for each in plain.candidates})
@@ -111,12 +123,20 @@ def least_loss(statistics: Statistics, budget: float) -> Ratios:
         name: with_first - loss({other: 1.0 for other in first if other != name})
         if name in first
         else loss({**first, name: 1.0}) - with_first
-        for name in (each.name for each in plain.candidates)
+        for name in ratios
     }
-    sets = [similar, first, least_harm(_measured(alone, added), budget)]
-    ratios = {each.name: each.ratio for each in statistics.candidates}
-    choices = [choice for each in sets for choice in (dict.fromkeys(each, 1.0), {name: ratios[name] for name in each})]
-    return min(choices, key=loss)
+    similar = better(similar)
+    second = least_harm(_measured(alone, added), budget)
+    sure = [choice for choice in (better(first), better(second)) if _is_lower(losses(choice), losses(similar))]
+    return min((similar, *sure), key=loss)
+
+
+def _is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the mean of paired losses is lower beyond doubt."""
+    differences = [other - loss for loss, other in zip(losses, others, strict=True)]
+    if len(differences) < 2:
+        return differences[0] > 0
+    return fmean(differences) > SURE * stdev(differences) / len(differences) ** 0.5
 
 
 def _measured(statistics: Statistics, losses: Mapping[str, float]) -> Statistics:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -80,23 +81,24 @@ def make_plan(
     check_share(share)
     adapter = model if isinstance(model, Adapter) else adapt(model)
 
-    def loss(ratios: Ratios) -> float:
+    def losses(ratios: Ratios) -> list[float]:
         with skipping(adapter.model, ratios), torch.inference_mode():
-            return float(sum(_loss(adapter, batch) for batch in batches) / len(batches))
+            return torch.cat([_losses(adapter, batch) for batch in batches]).tolist()
 
     observer = Observer(adapter.model)
     with observer:
-        before = loss({})
-    statistics = replace(gather(observer, count_bytes(adapter), context), loss=loss if measure else None)
+        before = fmean(losses({}))
+    statistics = replace(gather(observer, count_bytes(adapter), context), losses=losses if measure else None)
     ratios = rule(statistics, share * statistics.total)
     saved = saved_bytes(statistics, ratios) / statistics.total
-    return SkipPlan(ratios, context, saved, before if measure else None, loss(ratios) if measure else None)
+    return SkipPlan(ratios, context, saved, before if measure else None, fmean(losses(ratios)) if measure else None)
 
 
-def _loss(adapter: Adapter, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of every token but the first, in nats."""
+def _losses(adapter: Adapter, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of every token but the first of each text, (B,), in nats."""
     logits = adapter.read(batch[:, :-1], adapter.new_cache(len(batch), batch.shape[1]))
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().to(logits.device))
+    targets = batch[:, 1:].to(logits.device)
+    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
 
 
 def check_share(share: float) -> None:
