@@ -67,11 +67,11 @@ class Pairs:
 
     def saved(self, epsilon: float) -> tuple[Path, Path]:
         """Folders of the drafter and of the target of ε, in the layout that transformers reads too."""
-        model, tokenizer = self.drafter()
+        model, _ = self.drafter()
         folders = (self.cache / "pair-drafter", self.cache / f"pair-target-{epsilon:g}")
         for folder, built in zip(folders, (model, deepened(model, epsilon)), strict=True):
             if not folder.exists():
-                save_model(built, tokenizer, folder, {})
+                save_model(built, None, folder, {})
         return folders
 
     def _out_of_time(self) -> bool:

@@ -6,6 +6,7 @@ Models have 12 blocks, 768 wide, in fp32. Speeds are ratios of runs in alternati
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json as module_to_read
 import re
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +39,18 @@ from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
 
 EPSILONS = (8, 32, 64, 112)
-PROMPT, NEW, TEXTS = 48, 64, 2
+PROMPT, NEW = 16, 192
+"""Tokens: prompts are short, because what they cost is no matter of speculation."""
 LONGEST = 12
-ROUNDS = 6
+ROUNDS = 8
+TEXTS = 6
+"""Unlike each other, of which each round takes the next."""
+FIXED = {
+    "num_assistant_tokens": 0,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+"""Of transformers' settings, drafts of a fixed length; how many tokens is filled in."""
 ASSISTED = (2, 3, 4, 6, 8, 12)
 """Draft lengths of transformers of which it gets its best."""
 
@@ -63,24 +75,23 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [row.text for row in rows]
 
 
-def natural(tokenizer: Tokenizer, count: int, *, new: int = NEW, sampling: Sampling | None = None) -> list[Request]:
-    """Requests that begin with pieces of real code."""
-    tokens = tokenizer.encode(inspect.getsource(argparse_source()))
-    starts = range(200, 200 + count * 2 * PROMPT, 2 * PROMPT)
+def natural(tokenizer: Tokenizer, count: int, new: int = NEW) -> list[Request]:
+    """Requests that begin with pieces of real code and sample at a temperature of 1."""
+    tokens = tokenizer.encode(inspect.getsource(argparse))
+    starts = range(200, 200 + count * PROMPT, PROMPT)
     return [
-        Request(
-            tokens=tokens[start : start + PROMPT],
-            max_new=new,
-            sampling=sampling or Sampling(temperature=1.0, seed=start),
-        )
-        for start in starts
+        Request(tokens=tokens[start : start + PROMPT], max_new=new, sampling=Sampling(seed=start)) for start in starts
     ]
 
 
-def argparse_source() -> Any:
-    import argparse
+class Turns:
+    """Generates another text at each call; ways to generate that are compared get the same ones in turn."""
 
-    return argparse
+    def __init__(self, generate: Callable[[Request], object], requests: Sequence[Request]) -> None:
+        self.generate, self.requests = generate, cycle(requests)
+
+    def __call__(self) -> None:
+        self.generate(next(self.requests))
 
 
 # -- the pair ----------------------------------------------------------------------------------------------------------
@@ -124,17 +135,24 @@ class Contest:
         draft, tokenizer = self.pairs.drafter()
         target = deepened(draft, epsilon)
         requests = natural(tokenizer, TEXTS)
-        plain, ours = Engine(target), speculating(target, draft)
-        rates = acceptance(target, draft, tokenizer)
+        rates = acceptance(target, draft, requests)
         bound = best_speedup(rates, *costs(OwnModel(target, CONTEXT), OwnModel(draft, CONTEXT)))
-        peer = Assisted(*self.pairs.saved(epsilon), requests)
-        run(ours, requests)  # costs and acceptance are learnt once for all texts
-        gained = paired(partial(run, plain, requests), partial(run, ours, requests), rounds=ROUNDS, warmup=1)
-        length = peer.best_length()
-        best = paired(partial(peer, length), partial(run, ours, requests), rounds=ROUNDS, warmup=1)
-        default = paired(partial(peer, None), partial(run, ours, requests), rounds=ROUNDS, warmup=1)
-        self.pairs.check()
-        return Speeds(epsilon, rates[0], bound, gained, best, default, length)
+        peer = Assisted(*self.pairs.saved(epsilon))
+        length = peer.best_length(requests[0])
+        engines = Engine(target), speculating(target, draft)
+        for request in requests[:3]:  # costs and acceptance are learnt once for all texts
+            run(engines[1], [request])
+
+        def compare(other: Callable[[Request], object]) -> Paired:
+            mine = Turns(lambda request: run(engines[1], [request]), requests)
+            found = paired(Turns(other, requests), mine, rounds=ROUNDS, warmup=1, order="AB")
+            self.pairs.check()
+            return found
+
+        plain = compare(lambda request: run(engines[0], [request]))
+        return Speeds(
+            epsilon, rates[0], bound, plain, compare(partial(peer, length)), compare(partial(peer, None)), length
+        )
 
 
 def speculating(target: GPT, draft: GPT, *, slots: int = 1, **settings: Any) -> Engine:
@@ -144,10 +162,10 @@ def speculating(target: GPT, draft: GPT, *, slots: int = 1, **settings: Any) -> 
     return Engine(target, slots=slots, drafter=drafter, speculation=speculation)
 
 
-def acceptance(target: GPT, draft: GPT, tokenizer: Tokenizer) -> list[float]:
-    """Of each position of a draft, given those before it; of 12 texts, drafts of the largest length."""
+def acceptance(target: GPT, draft: GPT, requests: Sequence[Request]) -> list[float]:
+    """Of each position of a draft, given those before it; drafts have the largest length."""
     engine = speculating(target, draft, slots=4, draft_length=LONGEST)
-    run(engine, natural(tokenizer, 12))
+    run(engine, requests)
     counts = engine.counts.drafts
     return [stayed / max(tried, 1) for stayed, tried in zip(counts.accepted, counts.tried, strict=True)]
 
@@ -182,40 +200,36 @@ def best_speedup(rates: Sequence[float], passes: Sequence[float], each: float) -
 
 
 class Assisted:
-    """Transformers' assisted generation of the same requests with the same pair."""
+    """Transformers' assisted generation with the same pair."""
 
-    def __init__(self, drafter: Any, target: Any, requests: Sequence[Request]) -> None:
+    def __init__(self, drafter: Path, target: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.target: Any = AutoModelForCausalLM.from_pretrained(target)
         self.drafter: Any = AutoModelForCausalLM.from_pretrained(drafter)
-        self.requests = requests
-        self.defaults = dict(vars(self.drafter.generation_config))
+        self.defaults = {name: getattr(self.drafter.generation_config, name) for name in FIXED}
 
-    def __call__(self, length: int | None, requests: Sequence[Request] | None = None) -> None:
+    def __call__(self, length: int | None, request: Request) -> None:
         """Drafts of a fixed length, or by transformers' defaults."""
-        config = self.drafter.generation_config
-        for name in ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule"):
-            setattr(config, name, self.defaults.get(name))
+        for name, value in FIXED.items():
+            setattr(self.drafter.generation_config, name, self.defaults[name] if length is None else value)
         if length is not None:
-            config.num_assistant_tokens, config.assistant_confidence_threshold = length, 0.0
-            config.num_assistant_tokens_schedule = "constant"
-        for request in self.requests if requests is None else requests:
-            torch.manual_seed(request.sampling.seed)
-            count = request.max_new
-            made = self.target.generate(
-                torch.tensor([request.tokens]), assistant_model=self.drafter, do_sample=True, top_k=0, temperature=1.0,
-                max_new_tokens=count, min_new_tokens=count, pad_token_id=0, eos_token_id=None,
-            )  # fmt: skip
-            assert made.shape[1] == len(request.tokens) + count
+            self.drafter.generation_config.num_assistant_tokens = length
+        torch.manual_seed(request.sampling.seed)
+        count = request.max_new
+        made = self.target.generate(
+            torch.tensor([request.tokens]), assistant_model=self.drafter, do_sample=True, top_k=0, temperature=1.0,
+            max_new_tokens=count, min_new_tokens=count, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        assert made.shape[1] == len(request.tokens) + count
 
-    def best_length(self) -> int:
-        """By one run of each, after one that warms up."""
-        self(ASSISTED[0])
+    def best_length(self, request: Request) -> int:
+        """By two runs of each, after one that warms up."""
+        self(ASSISTED[0], request)
         taken = {}
         for length in (*ASSISTED, *reversed(ASSISTED)):
             began = time.perf_counter()
-            self(length)
+            self(length, request)
             taken[length] = min(taken.get(length, float("inf")), time.perf_counter() - began)
         return min(taken, key=lambda length: taken[length])
 
@@ -275,7 +289,7 @@ def lookup(task: str, pairs: Callable[[], Pairs], _: Deadline) -> Measured:
         engine = Engine(model, drafter=drafter)
         assert run(engine, [request]) == [answer]
         ways.append(partial(run, engine, [request]))
-    return paired(*ways, rounds=ROUNDS).measured()
+    return paired(*ways, rounds=ROUNDS, order="AB").measured()
 
 
 def useless(pairs: Callable[[], Pairs], _: Deadline) -> Measured:
@@ -285,21 +299,21 @@ def useless(pairs: Callable[[], Pairs], _: Deadline) -> Measured:
         torch.manual_seed(1)
         random = GPT(draft.config).eval()
     target = deepened(draft, 32)
-    requests = natural(tokenizer, TEXTS, new=2 * NEW)
+    requests = natural(tokenizer, TEXTS)
     # A new engine each time: what it has to find out is part of the price.
-    return paired(
-        lambda: run(Engine(target), requests), lambda: run(speculating(target, random), requests), rounds=ROUNDS
-    ).measured()
+    ways = (lambda: Engine(target)), (lambda: speculating(target, random))
+    turns = [Turns(lambda request, way=way: run(way(), [request]), requests) for way in ways]
+    return paired(*turns, rounds=ROUNDS, order="AB").measured()
 
 
 def batched(pairs: Callable[[], Pairs], _: Deadline) -> Measured | NotRun:
     """Plain decoding over speculation for 8 texts at a time, which transformers refuses."""
     draft, tokenizer = pairs().drafter()
     target = deepened(draft, 16)
-    requests = natural(tokenizer, 8)
+    requests = natural(tokenizer, 8, new=NEW // 4)
     plain, ours = Engine(target, slots=8), speculating(target, draft, slots=8)
     run(ours, requests)
-    return paired(partial(run, plain, requests), partial(run, ours, requests), rounds=ROUNDS).measured()
+    return paired(partial(run, plain, requests), partial(run, ours, requests), rounds=ROUNDS, order="AB").measured()
 
 
 def rows(ask: Callable[[], Contest]) -> list[Bar]:
