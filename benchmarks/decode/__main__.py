@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation, exactness, pretrained, server, skipping, speculation
+from benchmarks.decode import distillation, exactness, pretrained, server, skipping, speculation, weights
 from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
@@ -35,8 +35,12 @@ def command(argv: Sequence[str]) -> int:
         return distillation.Drafters(known.runs / "distillation", known.cache, check=deadline.check)
 
     @cache
+    def trained() -> Pairs:
+        return Pairs(known.cache, check=deadline.check)
+
+    @cache
     def pairs() -> speculation.Contest:
-        return speculation.Contest(Pairs(known.cache, check=deadline.check))
+        return speculation.Contest(trained())
 
     @cache
     def comparison() -> skipping.Comparison:
@@ -50,6 +54,7 @@ def command(argv: Sequence[str]) -> int:
     def rows() -> list[Bar]:
         return [
             *exactness.rows(),
+            *weights.rows(trained),
             *speculation.rows(pairs),
             *decode.gpu_rows(),
             *distillation.rows(drafters),
