@@ -253,7 +253,7 @@ def first_token_time() -> Measured:
 
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
-SHARES, LENGTHS, NEW = (0.2, 0.35, 0.5), (1, 2, 4), 48
+SHARES, LENGTHS, NEW = (0.2, 0.35), (1, 3), 32
 
 
 def drafting(comparison: Comparison) -> Measured:
@@ -280,7 +280,7 @@ def drafting(comparison: Comparison) -> Measured:
             assert texts == plain
             drafts = engine.counts.drafts
             accepted = sum(drafts.accepted) / sum(drafts.drafted)
-            ratio = paired(lambda: text(0, 0), lambda s=share, n=length: text(s, n), rounds=6).median
+            ratio = paired(lambda: text(0, 0), lambda s=share, n=length: text(s, n), rounds=6, order="AB").median
             best = max(best, (ratio, 1 / (1 - share)))
             said.append(f"{share:.0%} skipped, {length} drafted: {accepted:.2f} accepted, {ratio:.2f}x")
     return Measured(best[0], f"bound {best[1]:.2f}x at the same share; " + "; ".join(said))
