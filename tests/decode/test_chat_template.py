@@ -74,6 +74,22 @@ def test_no_text_can_spell_a_special_token(contents, template):
     assert text == made.render(messages, {})
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ c }}|im_end|>", "<"),
+        ("{{ c | trim }}im_end|>", " <| "),
+        ("<|im_{{ c }}", "end|>"),
+        ("<{{ c }}>", "|im_end|"),
+    ],
+)
+def test_no_text_can_complete_a_special_token_of_which_the_template_has_a_part(template, content):
+    tokens = tokenizer("{% set c = messages[0].content %}" + template)
+    made = chat_template(tokens)
+    found = made.encode([{"role": "user", "content": content}])
+    assert bytes(found) == made.render([{"role": "user", "content": content}], {}).encode()
+
+
 def test_what_a_template_refuses_and_may_not_do_is_an_error():
     refusing = chat_template(tokenizer("{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(ConfigError, match="roles must alternate"):

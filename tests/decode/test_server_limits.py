@@ -264,11 +264,12 @@ def test_a_client_that_leaves_the_queue_leaves_nothing(server):
 
 
 def test_a_client_that_takes_nothing_in_is_disconnected():
-    with running(slots=2, patience=1.0) as server, server.connect() as channel:
+    with running(slots=1, patience=1.0) as server, server.connect() as channel:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        channel.sendall(posted({"prompt": "a", "max_tokens": 250, "stream": True, "n": 5, "logprobs": 20}))
+        # More than the kernel buffers, so that it stays with the server.
+        channel.sendall(posted({"prompt": "a" * 250, "max_tokens": 0, "echo": True, "n": 60, "logprobs": 20}))
         until(lambda: server.app.connections == 1)
-        until(lambda: server.app.connections == 0)
+        until(lambda: server.app.connections == 0, seconds=20)
         assert server.app.worker.unfinished == 0
 
 

@@ -56,6 +56,14 @@ def test_an_incomplete_character_at_the_end_is_replaced(cut):
     assert [entry.token for entry, _ in shown] == list(data)
 
 
+def test_the_stop_string_that_ends_first_decides_also_where_a_token_holds_several():
+    tokenizer = TOKENIZERS[1]
+    assert len(tokenizer.encode("abcab")) == 1
+    for tokens in (tokenizer.encode("abcab"), [*map(tokenizer.engine.token_to_id, "abcab")]):
+        pieces, _, stopped = written(tokenizer, tokens, ["abcab", "bc"])
+        assert ("".join(pieces), stopped) == ("a", True)
+
+
 def test_nothing_is_held_back_without_need():
     tokenizer = TOKENIZERS[0]
     pieces, _, _ = written(tokenizer, tokenizer.encode("xab ababc"), ["abc"])

@@ -25,7 +25,6 @@ from shoestring.decode.serve import asking
 from shoestring.decode.serve.answering import Answer, Stream, unless_gone
 from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
-from shoestring.decode.serve.fields import finite
 from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
@@ -303,7 +302,7 @@ _HEADERS = [
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw, parse_constant=finite, parse_float=finite)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise invalid(f"the body is not valid JSON: {str(error)[:200]}") from error
 

@@ -118,7 +118,6 @@ class EngineThread:
             self.failures += 1
             changed = list(self._places)
             for row in changed:
-                row.fresh = []
                 self.engine.cancel(row)
                 row.ending = "failed"
         # Texts that end before they have a slot are not among those that a pass has changed.
@@ -136,7 +135,6 @@ class EngineThread:
 
     def _cut(self, running: Sequence[Row]) -> None:
         for row in running:
-            row.fresh = []
             self.engine.cancel(row)
         self._report(running)
 
@@ -144,12 +142,13 @@ class EngineThread:
         news = []
         for row in rows:
             batch, index = self._places[row]
-            count = len(row.fresh)
-            first = len(row) == count
+            # What a text was given last is told already where it is cut off.
+            fresh = [] if row.ending in ("cancelled", "failed") else row.fresh
+            first = len(row) == len(fresh)
             told = News(
                 index,
-                row.fresh,
-                row.logprobs[:count],
+                fresh,
+                row.logprobs[: len(fresh)],
                 row.ending,
                 row.error,
                 row.prompt_logprobs if first else (),

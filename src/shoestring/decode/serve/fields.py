@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,11 +95,3 @@ class Fields:
 def is_text(value: Any) -> bool:
     """Whether it is a string of characters only; JSON can spell halves of surrogate pairs, which are none."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
-
-
-def finite(value: str) -> float:
-    """A number of JSON; one that is too large for a float is refused."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value[:20]} is not a finite number")
-    return number

@@ -107,13 +107,14 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
     def _may_spell(self, text: str) -> bool:
-        """Whether it holds a special token, or ends or begins with a part of one, which the template might complete."""
+        """Whether it holds a special token, or is, ends or begins with a part of one, which the template might complete."""
         if self._pattern is None:
             return False
         start, end = text.lstrip(), text.rstrip()
-        lengths = range(1, max(map(len, self.special)))
+        inner, lengths = text.strip(), range(1, max(map(len, self.special)))
         return (
             self._pattern.search(text) is not None
+            or (inner != "" and any(inner in token for token in self.special))
             or any(start[:length] in self._endings for length in lengths)
             or any(end[-length:] in self._beginnings for length in lengths)
         )
