@@ -65,7 +65,14 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch()
         elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.patience, self.transport.abort)
+            self._deadline = self.loop.call_later(self.patience, self._expire)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self.transport.get_write_buffer_size():  # the last answer is still on its way, which the kernel watches
+            self._watch()
+        else:
+            self.transport.abort()
 
     def _unwatch(self) -> None:
         if self._deadline is not None:

@@ -107,7 +107,7 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
     def _may_spell(self, text: str) -> bool:
-        """Whether it holds a special token, or is, ends or begins with a part of one, which the template might complete."""
+        """Whether it holds a special token, or a part of one that the template might complete."""
         if self._pattern is None:
             return False
         start, end = text.lstrip(), text.rstrip()
