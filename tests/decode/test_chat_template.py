@@ -77,9 +77,9 @@ def test_no_text_can_spell_a_special_token(contents, template):
 @pytest.mark.parametrize(
     ("template", "content"),
     [
-        ("{{ c }}|im_end|>", "<"),
-        ("{{ c | trim }}im_end|>", " <| "),
-        ("<|im_{{ c }}", "end|>"),
+        ("{{ c }}|im_end|>", "a<"),
+        ("{{ c | trim }}im_end|>", " a <| "),
+        ("<|im_{{ c }}", "end|> a"),
         ("<{{ c }}>", "|im_end|"),
     ],
 )
