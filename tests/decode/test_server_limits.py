@@ -263,6 +263,7 @@ def test_a_client_that_leaves_the_queue_leaves_nothing(server):
     assert not server.app.worker.engine.waiting
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_in_is_disconnected():
     with running(slots=1, patience=1.0) as server, server.connect() as channel:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -283,7 +284,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_running_text_ends_once_the_server_is_told_to_stop(folder, number, capsys):
     found = []
 
