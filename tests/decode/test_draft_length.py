@@ -27,6 +27,7 @@ def simulate(acceptance, cost, each, *, tokens=2000, fixed=None, noise=0.0, long
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [BATCHED, FLAT], ids=["batched", "flat"])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("each", [0.0, 0.2])
@@ -38,6 +39,13 @@ def test_it_comes_near_the_best_fixed_length_and_never_loses_to_plain_decoding(c
     automatic = seconds(noise=0.0)
     assert automatic <= 1.07 * best
     assert automatic <= seconds(fixed=0) / 0.97
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.8])
+def test_it_never_loses_to_plain_decoding(rate):
+    plain, automatic = (simulate(lambda _: rate, BATCHED, 0.1, fixed=fixed) for fixed in (0, None))
+    assert automatic <= plain / 0.97
+    assert rate == 0 or automatic <= 0.7 * plain
 
 
 def test_it_is_not_misled_by_noisy_clocks():

@@ -62,7 +62,7 @@ def texts_of(model, asked, *, slots, **options):
 @pytest.mark.parametrize("length", [0, 5])
 def test_no_drafter_changes_a_text(pair, kind, slots, length):
     """Greedy and sampled, with a penalty that sees drafts, and a stop token that may be drafted."""
-    asked = [*requests(16), *requests(8, seed=1, repetition_penalty=1.3, top_p=0.9, stop=frozenset({3}))]
+    asked = [*requests(5), *requests(3, seed=1, repetition_penalty=1.3, top_p=0.9, stop=frozenset({3}))]
     speculation = Speculation(draft_length=length)
     drafter = drafter_of(kind, pair, slots, speculation)
     texts, engine = texts_of(pair[0], asked, slots=slots, drafter=drafter, speculation=speculation)
