@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from shoestring.core.errors import ConfigError
 from shoestring.decode.compiled import Compiled, rounded
+from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine, Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.skipping.adapters import OnlineSkipping
 from shoestring.models.gpt import GPT, GPTConfig
 
 
@@ -63,3 +66,11 @@ def test_what_padding_writes_is_never_seen(model):
 
 def test_rounding():
     assert [rounded(n) for n in (0, 1, 2, 3, 4, 5, 16, 17)] == [1, 1, 2, 4, 4, 8, 16, 32]
+
+
+def test_a_compiled_model_skips_nothing_and_says_so(model):
+    compiled = Compiled(model, 300, backend="eager")
+    with pytest.raises(ConfigError, match="a compiled model cannot skip sublayers"):
+        Engine(compiled, drafter=SkippingDrafter(Speculation(drafter="skip")))
+    with pytest.raises(ConfigError, match="a compiled model cannot skip sublayers"):
+        OnlineSkipping(compiled, 0.2, 100)

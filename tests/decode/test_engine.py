@@ -212,6 +212,7 @@ def test_a_text_that_reaches_the_context_ends_and_a_prompt_beyond_it_is_refused(
     engine = Engine(model, slots=2)
     full = engine.submit(Request(tokens=[1] * 10, max_new=100, sampling=GREEDY))
     beyond = engine.submit(Request(tokens=[1] * 17, max_new=1))
+    assert beyond in engine.step()
     run(engine, [])
     assert (full.ending, len(full)) == ("length", 7)
     assert beyond.ending == "failed"

@@ -27,6 +27,9 @@ CHECKED = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3", "gemma2")
 class Adapter(ABC):
     """A model that generates. B rows of a cache, T tokens for each, V words in the vocabulary."""
 
+    captured = False
+    """Passes are fixed when they are first made, so that nothing of the model can be skipped later."""
+
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
         self.products = skinny.Products(model)

@@ -36,6 +36,8 @@ class Compiled(OwnModel):
         backend: of torch.compile.
     """
 
+    captured = True
+
     def __init__(self, model: nn.Module, context: int, *, backend: str = "inductor") -> None:
         super().__init__(model, context)
 

@@ -118,14 +118,14 @@ class Engine:
         Returns:
             The rows that got tokens or ended.
         """
-        self._seat()
+        refused = self._seat()
         unread = [row for row in self._active() if self._unread(row) > 1]
         ready = [row for row in self._active() if self._unread(row) == 1]
         if unread and (self._reads_next or not ready):
             self._reads_next = False
-            return self._read(unread[0])
+            return refused + self._read(unread[0])
         self._reads_next = True
-        return self._decode(ready) if ready else []
+        return refused + (self._decode(ready) if ready else [])
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -218,8 +218,13 @@ class Engine:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def _seat(self) -> None:
-        """Give free slots to those that wait, each one whose cache already begins with its prompt if there is one."""
+    def _seat(self) -> list[Row]:
+        """Give free slots to those that wait, each one whose cache already begins with its prompt if there is one.
+
+        Returns:
+            Rows that ended, for their prompt leaves no room.
+        """
+        refused: list[Row] = []
         while self.waiting and None in self.seated:
             row = self.waiting.popleft()
             window = window_start(len(row.history), self.window)
@@ -228,6 +233,7 @@ class Engine:
                     f"the prompt has {len(row.history)} tokens, and the context is {self.window}", hint="shorten it"
                 )
                 self._end(row, "failed")
+                refused.append(row)
                 continue
             row.begin = window
             # At least the last token is read: its logits are wanted.
@@ -244,6 +250,7 @@ class Engine:
             self.counts.reused += row.reused
             self.held[slot] = []
             self.seated[slot] = row
+        return refused
 
     def _holds(self, slot: int) -> Sequence[int]:
         row = self.seated[slot]

@@ -17,7 +17,7 @@ from shoestring.decode.drafters.base import DraftTokens
 from shoestring.decode.drafters.model import StepwiseDrafter
 from shoestring.decode.settings import Speculation
 from shoestring.decode.skipping.choice import Ratios
-from shoestring.decode.skipping.plan import make_plan
+from shoestring.decode.skipping.plan import check_skips, make_plan
 from shoestring.models.cache import KVCache
 from shoestring.models.sublayers import skipping, sublayers
 
@@ -48,6 +48,7 @@ class SkippingDrafter(StepwiseDrafter):
 
     def attach(self, model: Adapter, cache: KVCache) -> None:
         """Draft in the engine's own cache."""
+        check_skips(model)
         sublayers(model.model)
         self.model, self.cache = model, cache
 

@@ -8,7 +8,7 @@ from shoestring.decode.adapter import Adapter
 from shoestring.decode.skipping.choice import Statistics, least_harm, price, within_price
 from shoestring.decode.skipping.cost import count_bytes
 from shoestring.decode.skipping.importance import Observer
-from shoestring.decode.skipping.plan import SkipPlan, check_share, gather
+from shoestring.decode.skipping.plan import SkipPlan, check_share, check_skips, gather
 from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.sublayers import skipping
 
@@ -23,6 +23,7 @@ class Skipping(Adapter):
 
     def __init__(self, inner: Adapter, plan: SkipPlan) -> None:
         super().__init__(inner.model, inner.context)
+        check_skips(inner)
         self.inner, self.ratios = inner, dict(plan.ratios)
 
     def new_cache(self, rows: int, length: int) -> KVCache:
@@ -51,6 +52,7 @@ class OnlineSkipping(Adapter):
     def __init__(self, inner: Adapter, share: float, context: int) -> None:
         super().__init__(inner.model, inner.context)
         check_share(share)
+        check_skips(inner)
         self.inner, self.share, self.at = inner, share, context
         self.ratios: dict[str, float] = {}
         self.costs = count_bytes(inner)

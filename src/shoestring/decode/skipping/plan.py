@@ -107,6 +107,12 @@ def check_share(share: float) -> None:
         raise ConfigError(f"skipping cannot save a share of {share} of the bytes", hint="give a share such as 0.2")
 
 
+def check_skips(model: Adapter) -> None:
+    """Raises: ConfigError, passes of the model are captured, and would go on with every sublayer."""
+    if model.captured:
+        raise ConfigError("a compiled model cannot skip sublayers", hint="generate without compilation")
+
+
 def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
     """What rules choose by, of what was observed."""
     known, changes = sublayers(observer.model), observer.changes()
