@@ -28,6 +28,7 @@ OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # below
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
     ("metrics.md", 0),  # below
+    ("serving.md", 0),  # OpenAI's client, as tests/decode use it
     ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py
     ("write-a-feature.md", 1),
