@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoestring.core.feature import AREAS
 
 if TYPE_CHECKING:
-    from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision, sparse
+    from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision, profile, sparse
     from shoestring.core.compose import attach, compose
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job

@@ -321,7 +321,8 @@ def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tm
     assert type(load_model(folder)[0]).__name__ == "LlamaForCausalLM"
     edited(shoestring={"format": "int4"})(folder)
     with pytest.raises(
-        CheckpointError, match="has the format 'int4', this version reads gpt, module, packed, adapted, quantized, transformers"
+        CheckpointError,
+        match="has the format 'int4', this version reads gpt, module, packed, adapted, quantized, transformers",
     ):
         load_model(folder)
 

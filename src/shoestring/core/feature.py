@@ -30,7 +30,18 @@ LOCAL: Final = "local"
 DATA: Final = (HOSTS, LOCAL)
 
 
-AREAS: Final = ("precision", "sparse", "decode", "memory", "graph", "parallel", "comm", "optim", "checkpoint", "profile")
+AREAS: Final = (
+    "precision",
+    "sparse",
+    "decode",
+    "memory",
+    "graph",
+    "parallel",
+    "comm",
+    "optim",
+    "checkpoint",
+    "profile",
+)
 """The areas of this package; inside a seam, features apply in this order, and those of other packages after them."""
 
 
