@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoestring.core.feature import AREAS
 
 if TYPE_CHECKING:
-    from shoestring import checkpoint, comm, graph, memory, optim, parallel, precision, profile, sparse
+    from shoestring import checkpoint, comm, decode, graph, memory, optim, parallel, precision, profile, sparse
     from shoestring.core.compose import attach, compose
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job
@@ -63,6 +63,7 @@ __all__ = [
     "checkpoint",
     "comm",
     "compose",
+    "decode",
     "graph",
     "join",
     "load_model",
@@ -72,6 +73,7 @@ __all__ = [
     "parallel",
     "precision",
     "prepare",
+    "profile",
     "span",
     "sparse",
     "stop_on_signals",
