@@ -30,18 +30,7 @@ LOCAL: Final = "local"
 DATA: Final = (HOSTS, LOCAL)
 
 
-AREAS: Final = (
-    "precision",
-    "sparse",
-    "decode",
-    "memory",
-    "graph",
-    "parallel",
-    "comm",
-    "optim",
-    "checkpoint",
-    "profile",
-)
+AREAS: Final = tuple("precision sparse decode memory graph parallel comm optim checkpoint profile".split())  # noqa: SIM905
 """The areas of this package; inside a seam, features apply in this order, and those of other packages after them."""
 
 
