@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,19 @@ def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, mon
 
 
 @pytest.mark.slow
+def serves(command: list[str], folder: Path) -> None:
+    """It says where it listens, answers there, and ends when it is asked to."""
+    with subprocess.Popen(command, cwd=folder, env=ranks.environment(), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            address = next(found for line in server.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+            with urllib.request.urlopen(f"{address.group()}/health", timeout=30) as answer:
+                assert answer.status == 200
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+
+
 def test_the_readmes_commands_run_one_after_the_other_in_a_folder_of_any_name(tmp_path, monkeypatch):
     """The README's run file and commands as printed; only the run is made shorter and the model smaller."""
     here = tmp_path / "my project"
@@ -149,12 +164,16 @@ def test_the_readmes_commands_run_one_after_the_other_in_a_folder_of_any_name(tm
     short = run_file.replace("steps = 2000", "steps = 4\nbatch = 4")
     small = "[model]\ndim = 16\nlayers = 1\nheads = 2\nkv_heads = 1\n[data]\nsequence = 16\nvocabulary = 300\n"
     assert short != run_file
+    (here / "script.py").write_text("import torch\nprint(torch.ones(3).sum())\n")
     (here / "run.toml").write_text(short + small + "held_out = 0.2\n")
     shown = next(each for each in blocks(page("README.md"), "") if "shoestring train" in each)
     for line in shown.splitlines():
         verb, *arguments = shlex.split(line.partition("#")[0])
         assert verb == "shoestring"
         command = [sys.executable, "-m", "shoestring", *arguments]
+        if arguments[0] == "serve":
+            serves([*command, "--port", "0"], here)
+            continue
         done = subprocess.run(command, cwd=here, env=ranks.environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, (line, done.stderr)
     assert json.loads((here / "runs" / "run" / "summary.json").read_text())["ranks"][1]["rank"] == 1
