@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import Bar, Measured, OutOfBudget, stored
-from benchmarks.sparse.contest import recipe
+from benchmarks.harness import Bar, Measured, stored
+from benchmarks.training import recipe, train_to_end
 from shoestring.decode import Distill
 
 if TYPE_CHECKING:
@@ -65,15 +65,8 @@ class Drafters:
             self.check()
             document = recipe(TARGET_STEPS, seed=0)
             document["run"] |= {"folder": str(folder), "resume": "auto"}
-            train(document, self._out_of_time)
+            train_to_end(document, self.check)
         return folder
-
-    def _out_of_time(self) -> bool:
-        try:
-            self.check()
-        except OutOfBudget:
-            return True
-        return False
 
     def run(self, method: str, rate: float, seed: int, fraction: float = 1.0) -> dict[str, float]:
         """Acceptance on held-out text and held-out nats a token; the run is made now if it was not before."""
@@ -94,7 +87,7 @@ class Drafters:
         with TemporaryDirectory() as scratch:
             kept = self._reference(rate, seed) if (method, fraction) == ("kl", 1.0) else Path(scratch) / "run"
             document["run"] |= {"folder": str(kept), "resume": "auto"}
-            metrics = train(document, self._out_of_time)
+            metrics = train_to_end(document, self.check)
             return {"acceptance": held_out(kept, self.target), "nats": metrics["held_out_loss"]}
 
     def reference(self, seed: int) -> Path:
@@ -232,25 +225,6 @@ def words_known(drafters: Drafters) -> Measured:
         forms |= {f"{count} words, divided by their mass": KnownWords(merged.words, divided)}
     errors = {name: float((gradient(form) - whole).norm() / whole.norm()) for name, form in forms.items()}
     return Measured(next(iter(errors.values())), "; ".join(f"{name}: {error:.1%}" for name, error in errors.items()))
-
-
-def train(document: dict[str, Any], stop: Callable[[], bool]) -> Mapping[str, float]:
-    """The metrics of a run.
-
-    Raises:
-        OutOfBudget: it was stopped.
-    """
-    import logging
-
-    from shoestring.core.world import World
-    from shoestring.run import parse
-    from shoestring.training import loop
-
-    logging.getLogger("shoestring").setLevel(logging.WARNING)
-    result = loop.train(parse(document, name="drafters"), World(), stop=stop)
-    if result.status != "finished":
-        raise OutOfBudget
-    return result.metrics
 
 
 def opened(draft: Path, target: Path) -> tuple[nn.Module, nn.Module, Iterator[Batch]]:

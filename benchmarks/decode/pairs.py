@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import OutOfBudget
-from benchmarks.sparse.contest import recipe, stored
+from benchmarks.harness import stored
+from benchmarks.training import recipe, train_to_end
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.models.gpt import GPT, Block
 from shoestring.models.loading import load_model
@@ -36,10 +36,6 @@ class Pairs:
     @property
     def folder(self) -> Path:
         """The drafter's run, trained now, or further, if it is not finished."""
-        from shoestring.core.world import World
-        from shoestring.run import parse
-        from shoestring.training.loop import train
-
         folder = self.cache / f"drafter-{self.steps}"
 
         def make() -> dict[str, Any]:
@@ -51,10 +47,8 @@ class Pairs:
             }  # fmt: skip
             document["data"] |= {"sequence": SAMPLE}
             document["checkpoint"] = {"tiered": {}}
-            result = train(parse(document, name=folder.name), World(), stop=self._out_of_time)
-            if result.status != "finished":
-                raise OutOfBudget
-            return {"steps": self.steps, "bits_per_byte": result.metrics["held_out_bits_per_byte"]}
+            metrics = train_to_end(document, self.check)
+            return {"steps": self.steps, "bits_per_byte": metrics["held_out_bits_per_byte"]}
 
         stored(folder.with_suffix(".json"), self.check, make)
         return folder
@@ -73,13 +67,6 @@ class Pairs:
             if not folder.exists():
                 save_model(built, None, folder, {})
         return folders
-
-    def _out_of_time(self) -> bool:
-        try:
-            self.check()
-        except OutOfBudget:
-            return True
-        return False
 
 
 def deepened(model: GPT, epsilon: float, blocks: int = BLOCKS) -> GPT:

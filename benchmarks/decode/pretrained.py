@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import OutOfBudget, stored
-from benchmarks.sparse.contest import recipe
+from benchmarks.harness import stored
+from benchmarks.training import recipe, train_to_end
 
 LAYERS, CONTEXT, SHORT = 12, 2048, 256
 STEPS = {SHORT: 720, CONTEXT: 64}
@@ -34,10 +34,6 @@ class Pretrained:
         return self._run(CONTEXT, str(short), rate=6e-4, final=0.0)
 
     def _run(self, length: int, start: str, *, rate: float, final: float) -> Path:
-        from shoestring.core.world import World
-        from shoestring.run import parse
-        from shoestring.training.loop import train
-
         steps = self.steps[length]
         folder = self.cache / f"gpt{LAYERS}-{length}-{steps}"
 
@@ -51,17 +47,8 @@ class Pretrained:
                 document["model"] = {"layers": LAYERS, "context": CONTEXT}
             else:
                 document["data"]["tokenizer"] = "model"
-            result = train(parse(document, name=folder.name), World(), stop=self._out_of_time)
-            if result.status != "finished":
-                raise OutOfBudget
-            return {"steps": steps, "bits_per_byte": result.metrics["held_out_bits_per_byte"]}
+            metrics = train_to_end(document, self.check)
+            return {"steps": steps, "bits_per_byte": metrics["held_out_bits_per_byte"]}
 
         stored(folder.with_suffix(".json"), self.check, make)
         return folder
-
-    def _out_of_time(self) -> bool:
-        try:
-            self.check()
-        except OutOfBudget:
-            return True
-        return False

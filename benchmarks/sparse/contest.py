@@ -10,7 +10,6 @@ import logging
 import math
 import statistics
 import tempfile
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import stored
-from benchmarks.machine import ROOT
 from benchmarks.rows import Bar, Measured
+from benchmarks.training import recipe
 from shoestring.report.sinks import Sink
 
-RECIPE = ROOT / "src" / "shoestring_recipes" / "quickstart" / "run.toml"
 SEEDS, TUNING_SEED = (1, 2, 3, 4, 5), 100
 RATES = (2e-3, 4e-3, 8e-3)
 STUDENT_90 = 1.533  # one-sided 90% quantile of t with 4 degrees of freedom: the upper bound of a mean of five
@@ -93,22 +91,6 @@ class Contest:
         """The gap of each method to dense, and its learning rate."""
         said = (f"{name} {bound(self.gaps(name))} at {self.rates[name]:g}" for name in METHODS if name != "dense")
         return "gap to dense, nats a byte, and learning rate: " + "; ".join(said)
-
-
-def recipe(steps: int, *, seed: int, rate: float = 0.0) -> dict[str, Any]:
-    """The quickstart's run file with a number of steps, without what costs time and measures nothing.
-
-    Args:
-        rate: a learning rate other than the recipe's.
-    """
-    document = tomllib.loads(RECIPE.read_text())
-    for key in ("minutes", "evaluate_every", "baselines", "prompts"):
-        document["run"].pop(key)
-    document["run"] |= {"steps": steps, "seed": seed}
-    document["optim"]["adamw"] |= {"lr": rate} if rate else {}
-    document["optim"]["schedule"]["warmup"] = steps // 10
-    document.pop("checkpoint")
-    return document
 
 
 def nats_of(document: dict[str, Any], *sinks: Sink) -> float:

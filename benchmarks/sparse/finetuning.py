@@ -15,9 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import OutOfBudget, stored
+from benchmarks.harness import stored
 from benchmarks.rows import Bar, Measured
-from benchmarks.sparse.contest import TUNING_SEED, nats_of, recipe
+from benchmarks.sparse.contest import TUNING_SEED, nats_of
+from benchmarks.training import recipe, train_to_end
 
 TOKENS_A_STEP = 8 * 256
 PRETRAINING = 20_000_000 // TOKENS_A_STEP
@@ -50,30 +51,17 @@ class FineTuning:
     @cached_property
     def dense(self) -> Path:
         """The folder of the dense run; trained now, or further, if it is not finished."""
-        from shoestring.core.world import World
-        from shoestring.run import parse
-        from shoestring.training.loop import train
-
         folder = self.cache / f"pretrained-{self.steps}"
 
         def make() -> dict[str, float]:
             document = recipe(self.steps, seed=0)
             document["run"] |= {"folder": str(folder), "resume": "auto"}
             document["checkpoint"] = {"tiered": {}}
-            result = train(parse(document, name="dense"), World(), stop=self._out_of_time)
-            if result.status != "finished":
-                raise OutOfBudget
+            train_to_end(document, self.check)
             return {"steps": self.steps}
 
         stored(folder.with_suffix(".json"), self.check, make)
         return folder
-
-    def _out_of_time(self) -> bool:
-        try:
-            self.check()
-        except OutOfBudget:
-            return True
-        return False
 
     def at_once(self, metric: str) -> float:
         """Held-out nats a byte of the dense model, pruned without training; of itself where the metric is `dense`."""
