@@ -1,9 +1,9 @@
 """Drafters of the quickstart's GPT at equal steps: by cross-entropy, by distillation, and by selective distillation.
 
-Learning rates are tuned equally: each method, and each fraction, takes the best of four on a seed that is not reported. The fraction of
-the tokens that is selected is chosen on three seeds, and what is reported comes from five fresh ones. The reference of
-a seed is the draft of all-token KL of that seed: the same initial weights, the same order of the data. The target's
-likeliest tokens are cached once, for all runs. Every run is stored as one JSON file and never made twice.
+Learning rates are tuned equally: each method, and each fraction, takes the best of four on a seed that is not reported.
+The fraction of the tokens that is selected is chosen on three seeds, and what is reported comes from five fresh ones.
+The reference of a seed is the draft of all-token KL of that seed: the same initial weights, the same order of the data.
+The target's likeliest tokens are cached once, for all runs. Every run is stored as one JSON file and never made twice.
 """
 
 from __future__ import annotations
