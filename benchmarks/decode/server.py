@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,7 @@ from shoestring.models.loading import load_model
 from shoestring.models.saving import save_model
 
 CLIENTS, HOSTILE, SLOTS, TOKENS = 64, 10_000, 8, 48
+GROWN = ("threads", "descriptors", "asyncio_tasks")
 LEFT = ("slots_busy", "queue_length", "failed_passes_total")
 
 
@@ -105,9 +106,7 @@ class Storm:
     def faults(self) -> dict[str, float]:
         """What must not be: each of them should be 0."""
         leaks = {name: self.after[name] for name in LEFT}
-        grown = {
-            name: max(0.0, self.after[name] - self.before[name]) for name in ("threads", "descriptors", "asyncio_tasks")
-        }
+        grown = {name: max(0.0, self.after[name] - self.before[name]) for name in GROWN}
         errors = sum(count for status, count in self.outcome.statuses.items() if status >= 500)
         return {"crashes": float(not self.alive), "texts lost": self.outcome.lost, "5xx": errors, **leaks, **grown}
 
@@ -117,13 +116,21 @@ class Storm:
         return sum(self.outcome.texts.get(order) != text for order, text in self.texts.items())
 
 
-async def _weather(process: Process, wanted: list[Order], count: int, seed: int) -> Outcome:
+async def _weather(
+    process: Process, wanted: list[Order], count: int, seed: int, most: Mapping[str, float] = {}
+) -> Outcome:
+    """A crowd and a flood; then waits until the server is at rest: a socket is closed a moment after its answer.
+
+    Args:
+        most: what it held at rest before; what still holds more after half a minute has leaked.
+    """
     outcome = Outcome()
     await asyncio.gather(crowd(process.address, wanted, outcome), flood(process.address, hostile(count, seed), outcome))
 
     async def quiet() -> bool:
         held = await asyncio.to_thread(process.held)
-        return held["connections"] <= 1 and held["slots_busy"] == held["queue_length"] == 0
+        at_rest = held["connections"] <= 1 and held["slots_busy"] == held["queue_length"] == 0
+        return at_rest and all(held[name] <= most[name] for name in GROWN if name in most)
 
     await settled(quiet)
     return outcome
@@ -138,7 +145,7 @@ def storm(clients: int = CLIENTS, count: int = HOSTILE, check: Callable[[], None
             asyncio.run(_weather(process, orders(clients, TOKENS, seed=1), count // 10, seed=1))
             before = process.held()
             check()
-            outcome = asyncio.run(_weather(process, wanted, count, seed=0))
+            outcome = asyncio.run(_weather(process, wanted, count, seed=0, most=before))
             after = process.held()
             alive = Path(f"/proc/{process.pid}").exists()
         check()
