@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from shoestring.decode.randomness import Purpose, as_tensor, exponentials, key, race, uniform
+from shoestring.decode.randomness import Purpose, as_tensor, exponentials, key, race, race_of_tensors, uniform
 
 CPU = torch.device("cpu")
 P = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625], dtype=torch.float64)
@@ -54,6 +54,17 @@ def test_few_possible_tokens_are_the_same_race_as_the_whole_vocabulary():
     keys = [key(0, Purpose.TEXT, position) for position in range(50)]
     whole = (p / exponentials(as_tensor(keys, CPU), torch.arange(1000))).argmax(-1)
     assert race(p, keys) == whole.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_native_race_is_the_one_of_torch(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 8.0):  # nearly uniform to nearly certain
+        logits = scale * torch.randn(2000, 257, generator=generator, dtype=dtype)
+        p = logits.masked_fill(logits < -scale, -math.inf).softmax(-1)
+        keys = [key(int(scale * 10), Purpose.DRAFT, position) for position in range(len(p))]
+        assert race(p, keys) == race_of_tensors(p, keys)
+        assert race(p, keys) != race_of_tensors(p, keys[::-1])
 
 
 def test_an_impossible_token_never_wins():

@@ -7,10 +7,15 @@ token's number, and the key is a hash of the rest. They are the same on every de
 
 from __future__ import annotations
 
+import ctypes
 from enum import IntEnum
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoestring import native
 
 _STEP = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -76,6 +81,21 @@ def race(probabilities: Tensor, keys: list[int]) -> list[int]:
     share the keys give the same token with probability at least (1 - TV) / (1 + TV), TV their total variation
     (Daliri, Musco, Suresh 2025).
     """
+    native_race = _native_race() if probabilities.device.type == "cpu" else None
+    if native_race is None:
+        return race_of_tensors(probabilities, keys)
+    probabilities = probabilities.contiguous()
+    if probabilities.dtype not in (torch.float32, torch.float64):
+        probabilities = probabilities.float()
+    first, numbers = (ctypes.c_int64 * len(keys))(), (ctypes.c_uint64 * len(keys))(*keys)
+    native_race(
+        int(probabilities.dtype is torch.float64), *probabilities.shape, probabilities.data_ptr(), numbers, first
+    )
+    return list(first)
+
+
+def race_of_tensors(probabilities: Tensor, keys: list[int]) -> list[int]:
+    """The same by torch's functions, on any device."""
     device, V = probabilities.device, probabilities.shape[-1]
     possible = max(int((probabilities > 0).sum(-1).max()), 1)
     if possible * FEW < V:
@@ -84,6 +104,13 @@ def race(probabilities: Tensor, keys: list[int]) -> list[int]:
         tokens = torch.arange(V, device=device)
     first = (probabilities / exponentials(as_tensor(keys, device), tokens)).argmax(-1, keepdim=True)
     return tokens.expand(probabilities.shape).gather(-1, first).flatten().tolist()
+
+
+@cache
+def _native_race() -> Any:
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    types = [ctypes.c_int, size, size, pointer, pointer, pointer]
+    return native.function("race", types, "tokens are drawn by torch's functions, which are slower than native ones")
 
 
 def _hash(value: int) -> int:

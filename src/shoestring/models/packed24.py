@@ -7,7 +7,6 @@ A packed weight takes 17/32 of its bytes in fp32 and 9/16 in bf16, and a product
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -20,8 +19,6 @@ from torch.nn import functional as F
 from shoestring import native
 from shoestring.core.errors import ConfigError
 from shoestring.models import slorb
-
-log = logging.getLogger("shoestring")
 
 GROUP = 8
 """Inputs come in multiples of eight, two groups of four, whose four places fill one byte."""
@@ -170,15 +167,11 @@ def _native(kernel: Any, x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 @cache
 def _kernel() -> Any:
     """The C function; None on a machine that cannot compile it."""
-    try:
-        function = native.load("packed24").packed24_linear
-    except native.CompileError as error:
-        log.warning("packed layers are unpacked for every product, which is slower than dense ones: %s", error)
-        return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
-    function.restype = None
-    return function
+    types = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
+    return native.function(
+        "packed24", types, "packed layers are unpacked for every product, which is slower than dense ones"
+    )
 
 
 @torch.library.custom_op("shoestring::packed24_linear", mutates_args=())

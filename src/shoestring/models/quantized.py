@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -18,8 +17,6 @@ from shoestring.models import slorb
 from shoestring.models.blocks import is_transposed, repeated
 from shoestring.models.rounding import GROUP, LANES, ZERO, Bits, bits_of, dequantize, pack, quantize, unfit, wide
 from shoestring.models.skinny import FEW_ROWS
-
-log = logging.getLogger("shoestring")
 
 _BYTES_OF_A_GROUP = 72  # of an input, in the room that the native product works in
 
@@ -80,15 +77,11 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int) -
 @cache
 def _kernel() -> Any:
     """The C function; None on a machine that cannot compile it."""
-    try:
-        function = native.load("skinny_quantized").skinny_quantized
-    except native.CompileError as error:
-        log.warning("quantised layers are dequantised for every product, which is slower than dense ones: %s", error)
-        return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
-    function.restype = None
-    return function
+    types = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
+    return native.function(
+        "skinny_quantized", types, "quantised layers are dequantised for every product, which is slower than dense ones"
+    )
 
 
 @torch.library.custom_op("shoestring::quantized_linear", mutates_args=())

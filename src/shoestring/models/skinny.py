@@ -8,7 +8,6 @@ beside others.
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from shoestring import native
 
-log = logging.getLogger("shoestring")
+OTHERWISE = "decoding takes torch's functions, which are slower than native ones"
 
 FEW_ROWS = 16
 """The most rows of an input for which native products are taken."""
@@ -117,7 +116,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
 def _kernel() -> Any:
     """The C function of products; None on a machine that cannot compile it."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    return _function("skinny_dense", [ctypes.c_int, *[size] * 3, *[pointer] * 3, ctypes.c_int])
+    return native.function("skinny_dense", [ctypes.c_int, *[size] * 3, *[pointer] * 3, ctypes.c_int], OTHERWISE)
 
 
 @cache
@@ -125,17 +124,7 @@ def _attention_kernel() -> Any:
     """The C function of attention; None on a machine that cannot compile it."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, *[size] * 6, *[pointer] * 3, *[size] * 3, pointer, size, pointer, ctypes.c_int]
-    return _function("skinny_attention", types)
-
-
-def _function(name: str, types: list[Any]) -> Any:
-    try:
-        function = getattr(native.load(name), name)
-    except native.CompileError as error:
-        log.warning("decoding takes torch's functions, which are slower than native ones: %s", error)
-        return None
-    function.argtypes, function.restype = types, None
-    return function
+    return native.function("skinny_attention", types, OTHERWISE)
 
 
 class Products:

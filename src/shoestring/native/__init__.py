@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # brings the OpenMP that libraries are opened against
 
 from shoestring.core.errors import ShoestringError
 from shoestring.storage.guarded import private_folder
 from shoestring.storage.whole import write_atomic
+
+log = logging.getLogger("shoestring")
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=fast", "-Wall", "-Werror")
 SECONDS = 120.0
@@ -79,6 +84,25 @@ def load(name: str) -> ctypes.CDLL:
         return _open(path, compiler, language, source)
     except OSError as error:  # a full disk, say
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
+
+
+def function(name: str, arguments: Sequence[Any], otherwise: str) -> Any:
+    """The C function `name` of the file of that name, which returns nothing.
+
+    Args:
+        arguments: their types of ctypes.
+        otherwise: what happens on a machine that cannot compile it, as the beginning of a warning.
+
+    Returns:
+        None on such a machine, after the warning.
+    """
+    try:
+        found = getattr(load(name), name)
+    except CompileError as error:
+        log.warning("%s: %s", otherwise, error)
+        return None
+    found.argtypes, found.restype = list(arguments), None
+    return found
 
 
 def _cache() -> Path:

@@ -149,7 +149,7 @@ static void some_rows(int bf16, int columns, int64_t inputs, const void *values,
 #endif
 
 /* y (columns x outputs) = x (columns x inputs) W^T. `arranged` is room for columns x inputs floats. */
-void packed24_linear(int bf16, int64_t columns, int64_t outputs, int64_t inputs, const void *values,
+void packed24(int bf16, int64_t columns, int64_t outputs, int64_t inputs, const void *values,
                      const uint8_t *indices, const float *x, float *arranged, float *y, int threads) {
     for (int64_t first = 0; first < columns; first += MOST_ROWS_OF_X) {
         const int some = columns - first < MOST_ROWS_OF_X ? (int)(columns - first) : MOST_ROWS_OF_X;
