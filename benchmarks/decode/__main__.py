@@ -40,7 +40,7 @@ def command(argv: Sequence[str]) -> int:
 
     @cache
     def pairs() -> speculation.Contest:
-        return speculation.Contest(trained())
+        return speculation.Contest(trained(), known.runs / "pairs")
 
     @cache
     def comparison() -> skipping.Comparison:

@@ -14,8 +14,8 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.decode.exactness import close_pair, prompts
 from benchmarks.decode.pairs import CONTEXT, Pairs, deepened
-from benchmarks.harness import Deadline
+from benchmarks.harness import Deadline, stored
 from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.timing import Paired, paired
 from shoestring.data.tokenizer import Tokenizer
@@ -120,16 +120,23 @@ class Speeds:
         return self.ours.median / self.bound
 
 
+@dataclass
 class Contest:
-    """All targets, measured once."""
+    """All targets. What was measured of one is a file in `folder`, and is not measured again."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self.pairs = pairs
-        self.speeds = cache(self._measure)
+    pairs: Pairs
+    folder: Path
 
     def all(self) -> list[Speeds]:
         """In the order of ε."""
         return [self.speeds(epsilon) for epsilon in EPSILONS]
+
+    def speeds(self, epsilon: float) -> Speeds:
+        """Of one target."""
+        path = self.folder / f"{epsilon:g}.json"
+        found = stored(path, self.pairs.check, lambda: asdict(self._measure(epsilon)))
+        ratios = {name: Paired(**found[name]) for name in ("ours", "best", "default")}
+        return Speeds(found["epsilon"], found["acceptance"], found["bound"], **ratios, length=found["length"])
 
     def _measure(self, epsilon: float) -> Speeds:
         draft, tokenizer = self.pairs.drafter()
