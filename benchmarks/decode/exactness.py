@@ -15,6 +15,7 @@ from shoestring.decode.adapter import Adapter, OwnModel
 from shoestring.decode.drafters.base import Drafter
 from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
+from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine
 from shoestring.decode.randomness import Purpose, key, race
 from shoestring.decode.request import Request, Row
@@ -49,7 +50,11 @@ def prompts(count: int, **sampling: float) -> Iterator[Request]:
 
 def drafters(draft: GPT, slots: int, speculation: Speculation) -> dict[str, Drafter]:
     """One of each kind."""
-    return {"model": ModelDrafter(OwnModel(draft, CONTEXT), slots, speculation), "lookup": PromptLookup()}
+    return {
+        "model": ModelDrafter(OwnModel(draft, CONTEXT), slots, speculation),
+        "lookup": PromptLookup(),
+        "skip": SkippingDrafter(speculation),
+    }
 
 
 def texts(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -106,18 +111,19 @@ def identity(sampling: dict[str, float], _: Deadline) -> Measured:
     target, draft = close_pair()
     asked = list(prompts(PROMPTS, **sampling))
     plain = texts(Engine(target), asked)
-    same, tried, accepted = 0, 0, []
+    same, tried, accepted = 0, 0, dict[str, list[float]]()
     for slots in (1, 8):
         for length in (0, 5):
             speculation = Speculation(draft_length=length)
-            for drafter in drafters(draft, slots, speculation).values():
+            for kind, drafter in drafters(draft, slots, speculation).items():
                 engine = Engine(target, slots=slots, chunk=16, drafter=drafter, speculation=speculation)
                 same += sum(a == b for a, b in zip(texts(engine, asked), plain, strict=True))
                 tried += len(asked)
                 counts = engine.counts.drafts
-                accepted.append(sum(counts.accepted) / max(sum(counts.drafted), 1))
-    note = f"{PROMPTS} prompts, smaller model and lookup, batch 1 and 8, drafts of 5 and automatic, fp64"
-    return Measured(same / tried, f"{note}; {min(accepted):.0%} to {max(accepted):.0%} of the drafts accepted")
+                accepted.setdefault(kind, []).append(sum(counts.accepted) / max(sum(counts.drafted), 1))
+    shares = ", ".join(f"{kind} {min(found):.0%} to {max(found):.0%}" for kind, found in accepted.items())
+    note = f"{PROMPTS} prompts, every drafter, batch 1 and 8, drafts of 5 and automatic, fp64"
+    return Measured(same / tried, f"{note}; drafted tokens that were accepted: {shares}")
 
 
 def rollback(_: Deadline) -> Measured:

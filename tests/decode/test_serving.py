@@ -333,7 +333,7 @@ def test_metrics_add_up():
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     found = {name.removeprefix("shoestring_"): float(value) for name, value in values.items()}
     assert found["generated_tokens_total"] == 14
-    assert (found["prompt_tokens_total"], found["reused_prompt_tokens_total"]) == (40, 39)
+    assert (found["prompt_tokens_total"], found["reused_prompt_tokens_total"]) == (41, 39)  # of 80
     assert found['requests_total{path="/v1/completions",status="200"}'] == 2
     assert found['requests_total{path="/v1/completions",status="400"}'] == 1
     assert found['texts_total{reason="length"}'] == 2

@@ -168,6 +168,7 @@ class Engine:
             tokens[row.slot - first, : len(own)] = torch.tensor(own)
         logits = self.model.read(tokens, self.cache, rows=slice(first, end), counts=counts)
         self.counts.passes += 1
+        self.counts.read += sum(not len(row) for row in rows)  # prompts cached but for their last token
         own = [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]
         verified = self._extend(rows, drafts, own)
         if self.speculator is not None:
