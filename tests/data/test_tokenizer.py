@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.data.tokenizer import END, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
+from shoestring.data.tokenizer import END, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the quick brown fox, the quick brown dog\n" * 20, "naïve — 漢字 🙂\n"]
 BPE, PLAIN = train_bpe(TEXTS, 300), byte_tokenizer()
@@ -50,6 +50,19 @@ def test_the_vocabulary_has_the_size_asked_for_and_saves_tokens():
 
 def test_decoding_half_a_character_replaces_it_and_drops_the_end():
     assert PLAIN.decode([65, 0xC3, PLAIN.end_of_text]) == "A\ufffd"
+
+
+def test_a_prompt_stands_behind_what_the_tokenizer_puts_before_a_text():
+    assert BPE.encode_prompt("ab") == BPE.encode("ab")
+    assert BPE.encode_prompt("") == [BPE.end_of_text]
+    engine = train_bpe(TEXTS, 300).engine
+    engine.add_special_tokens(["<s>"])
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"<s> $A {END}", special_tokens=[("<s>", engine.token_to_id("<s>")), (END, BPE.end_of_text)]
+    )
+    framed = Tokenizer(engine)
+    for text in ("ab", "", "<s>"):
+        assert framed.encode_prompt(text) == [engine.token_to_id("<s>"), *framed.encode(text)]
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, PLAIN])

@@ -38,7 +38,7 @@ def stream(
     model, tokenizer = load_model(path)
     if tokenizer is None:
         raise ConfigError(f"`{path}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
-    start, text = tokenizer.encode(prompt) or [tokenizer.end_of_text], tokenizer.stream()
+    start, text = tokenizer.encode_prompt(prompt), tokenizer.stream()
     request = Request(
         tokens=start, max_new=tokens, sampling=sampling, stop=frozenset({tokenizer.end_of_text}), rolling=True
     )

@@ -79,6 +79,17 @@ class Tokenizer:
         """Ids of `text`, with no special token added."""
         return self.encode_batch([text])[0].tolist()
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue, at least one: behind what the tokenizer itself puts before a text, which models
+        were trained with (a beginning-of-text token, say)."""
+        return [*self._before, *self.encode(text)] or [self.end_of_text]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        alone = self.encode("a")
+        framed = self.engine.encode("a", add_special_tokens=True).ids
+        return framed[: framed.index(alone[0])] if alone[0] in framed else []
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int64 (n,); releases the GIL, so threads run side by side."""
         with single_threaded():

@@ -232,7 +232,7 @@ def _samples(model: nn.Module, run: Run, data: DataSets) -> list[dict[str, str]]
     tokenizer, context = data.corpus.tokenizer, data.corpus.train.sequence
     samples = []
     for index, prompt in enumerate(run.settings.prompts):
-        tokens = tokenizer.encode(prompt)
+        tokens = tokenizer.encode_prompt(prompt)
         drawn = generate(
             model, tokens, max_new=SAMPLE_TOKENS, sampling=Sampling(temperature=0.8, top_p=0.95, seed=index),
             context=context, stop=[tokenizer.end_of_text],

@@ -219,7 +219,7 @@ def _prompts(fields: Fields, served: Served) -> list[Prompt]:
 def _prompt(value: Any, fields: Fields, served: Served) -> Prompt:
     tokenizer = served.tokenizer
     if is_text(value):
-        return Prompt(tokens=tokenizer.encode(value) or [tokenizer.end_of_text], text=value)
+        return Prompt(tokens=tokenizer.encode_prompt(value), text=value)
     if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
         raise fields.wrong("prompt", "holds something that is neither a text nor tokens")
     if not all(0 <= token < tokenizer.vocab_size for token in value):
