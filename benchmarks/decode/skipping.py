@@ -40,7 +40,7 @@ from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
 from shoestring.models.sublayers import skipping
 
-WINDOWS = {128: 40, 512: 32, 2048: 16}
+WINDOWS = {128: 160, 512: 64, 2048: 16}
 """Texts of each half, by the length of context."""
 DECODED = 64
 """Tokens of each that are decoded."""
