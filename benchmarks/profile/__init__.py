@@ -1,0 +1,1 @@
+"""What the profiler is measured on, and the measurements."""
