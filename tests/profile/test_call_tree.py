@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoestring.cli import main
 from shoestring.core.errors import DataError
 from shoestring.profile import load, profiled
-from shoestring.profile.recording import Facts, Profile
+from shoestring.profile.recording import Events, Facts, Profile, StepTimes
 from shoestring.profile.summary import by_line
 from shoestring.profile.tree import CallTree, NodeKind, TreeBuilder, columns, merged
 
@@ -174,7 +174,8 @@ def trees(draw):
         parent = draw(st.integers(0, len(builder.rows) - 1))
         kind = draw(st.sampled_from([NodeKind.PYTHON, NodeKind.OPERATOR, NodeKind.BACKWARD]))
         name = draw(st.sampled_from(["a.py\tf", "ä.py\tg", "aten::add", "x"]))
-        builder.add(builder.node(parent, kind, name, draw(st.integers(0, 3))), count=1, own=draw(st.integers(0, 2**40)))
+        node, some = builder.node(parent, kind, name, draw(st.integers(0, 3))), st.integers(0, 2**40)
+        builder.add(node, count=1, own=draw(some), bytes=draw(some), flops=draw(some), inputs="f", variants=1)
     return builder.build()
 
 
@@ -202,7 +203,8 @@ def test_merging_keeps_all_time_and_is_the_same_in_either_order(first, second):
 @given(tree=trees())
 def test_a_file_gives_back_what_was_saved(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("profile") / "p.npz"
-    facts = Facts(["a", "b"], 1.5, 0.1, 3, versions={"torch": "2"})
+    facts = Facts(["a", "b"], 1.5, 0.1, 3, versions={"torch": "2"}, clock=[StepTimes(0, 2, 1.5, 1.0, 7)])
+    facts.waits["garbage collection"] = Events(3, 0.5, 0.3, "a.py:3")
     Profile(tree, facts).save(path)
     back = load(path)
     assert back.facts == facts
@@ -256,8 +258,8 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path):
 
 def test_a_tree_whose_columns_do_not_fit_is_refused():
     with pytest.raises(DataError, match="columns of"):
-        ones = np.zeros(1, np.int64)
-        CallTree([""], ones - 1, ones, ones, ones, ones[:0], ones, ones, ones, ones, ones, ones.astype(float))
+        kept = columns(TreeBuilder().build())
+        CallTree([""], **{**kept, "count": kept["count"][:0]})
 
 
 # -- the verb ----------------------------------------------------------------------------------------------------------

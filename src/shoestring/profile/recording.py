@@ -15,13 +15,40 @@ from typing import Any
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.profile.tree import COLUMNS, CallTree, columns
+from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, columns
 from shoestring.storage.whole import write_atomic
 
 FORMAT, VERSION = "shoestring-profile", 1
 
 LARGEST = 1 << 30
 """Bytes of a column, unpacked, beyond which a file is refused."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Optimizer steps that followed each other."""
+
+    first: int
+    """Number of the first, from 0."""
+    steps: int
+    seconds: float
+    """Of all of them, from the end of the step before the first."""
+    longest: float
+    """Seconds of the longest."""
+    resident: int = 0
+    """Bytes of this process in memory after the last of them; 0 is not known."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """Things of one name that happened."""
+
+    count: int
+    seconds: float
+    longest: float
+    """Seconds of the longest."""
+    where: str = ""
+    """`file:line` of the first, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,13 @@ class Facts:
     """Operators whose call path found no room."""
     steps: int = 0
     """Optimizer steps; 0 is not known."""
+    clock: list[StepTimes] = field(default_factory=list)
+    """Of all steps in their order, those that follow each other together where there are many: 256 entries at most."""
+    waits: dict[str, Events] = field(default_factory=dict)
+    """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
+    torch.compile; 64 at most."""
+    share: float = 1.0
+    """Of the program's time, the part in which operators were recorded; what they took is scaled up to all of it."""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
 
@@ -84,14 +118,20 @@ def load(path: Path) -> Profile:
                 raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
             names = json.loads(arrays["names"].tobytes())
             own = {name: arrays[name].astype(np.int64) for name in COLUMNS}
-            squares = arrays["squares"].astype(np.float64)
+            own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError(f"{path}: its names are no list of texts")
-        return Profile(CallTree(names=names, squares=squares, **own), Facts(**head["facts"]))
+        return Profile(CallTree(names=names, **own), _facts(head["facts"]))
     except FileNotFoundError as error:
         raise DataError(f"there is no profile {path}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
         raise DataError(f"{path} is not a profile, or damaged: {error}") from error
+
+
+def _facts(table: dict[str, Any]) -> Facts:
+    clock = [StepTimes(**each) for each in table.pop("clock", ())]
+    waits = {name: Events(**each) for name, each in table.pop("waits", {}).items()}
+    return Facts(**table, clock=clock, waits=waits)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:

@@ -35,9 +35,15 @@ class NodeKind(IntEnum):
     """Above the backward functions of one operator of the forward pass."""
     OVERFLOWN = 6
     """Call paths that found no room."""
+    KERNEL = 7
+    """What an accelerator ran for the operator above: its time is in `device`, and in no other column."""
 
 
-COLUMNS = ("parent", "kind", "name", "line", "link", "count", "inclusive", "own", "least", "most")
+COLUMNS = (
+    *("parent", "kind", "name", "line", "link", "count", "inclusive", "own", "least", "most"),
+    *("bytes", "flops", "device", "graphed", "inputs", "variants"),
+)
+FRACTIONS = ("squares", "count_variance", "own_variance")
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,33 @@ class CallTree:
     own: Integers
     least: Integers
     most: Integers
+    bytes: Integers
+    """Bytes of the tensors that an operator was given, over all calls; 0 is not known. See `collector.py`."""
+    flops: Integers
+    """Floating-point operations of matrix products, convolutions and attention, over all calls; 0 is not known."""
+    device: Integers
+    """Nanoseconds on an accelerator: of KERNEL nodes, their own; of others 0."""
+    graphed: Integers
+    """Calls that recorded a function for the backward pass."""
+    inputs: Integers
+    """Index of `names`: the arguments of a call, such as `float32[8,64], float32[64,64]`; 0 is not known."""
+    variants: Integers
+    """Different arguments seen, at least: by shape, type or layout; 0 is not known."""
     squares: NDArray[np.float64]
     """Sums of the squares of inclusive times."""
+    count_variance: NDArray[np.float64]
+    """Of `count`, as an estimate; 0 where every call was recorded."""
+    own_variance: NDArray[np.float64]
+    """Of `own`, as an estimate: of Python's own time, which is sampled, and of operators in a sampled profile."""
 
     def __post_init__(self) -> None:
         size = len(self.parent)
-        sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, "squares")}
+        sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, *FRACTIONS)}
         if size == 0 or set(sizes.values()) != {size}:
             raise DataError(f"a profile with columns of {sizes} nodes")
         before = np.arange(size)
         fits = self.parent[0] == -1 and bool((self.parent[1:] >= 0).all() and (self.parent[1:] < before[1:]).all())
-        within = bool((self.name >= 0).all() and (self.name < len(self.names)).all())
+        within = all(bool(((of >= 0) & (of < len(self.names))).all()) for of in (self.name, self.inputs))
         linked = bool((self.link >= -1).all() and (self.link < size).all())
         if not (fits and within and linked):
             raise DataError("a profile whose nodes name parents, links or names that are not there")
@@ -124,6 +146,10 @@ def totals(parent: Integers, own: Integers) -> Integers:
     return inclusive
 
 
+_SUMS = ("count", "own", "bytes", "flops", "device", "graphed")
+_FRESH: Mapping[str, float] = {"least": 2**62} | dict.fromkeys((*_SUMS, *FRACTIONS, "most", "variants", "inputs"), 0)
+
+
 class TreeBuilder:
     """Builds a tree from others: call paths that are equal become one node."""
 
@@ -131,29 +157,39 @@ class TreeBuilder:
         self.names: dict[str, int] = {"": 0}
         self.nodes: dict[tuple[int, int, int, int, int], int] = {}
         self.rows: list[list[int]] = [[-1, 0, 0, 0, -1]]
-        self.numbers: list[list[int]] = [[0, 0, 2**62, 0]]  # count, own, least, most
-        self.squares: list[float] = [0.0]
+        self.numbers: list[dict[str, float]] = [dict(_FRESH)]
+
+    def text(self, name: str) -> int:
+        """The index of a name."""
+        return self.names.setdefault(name, len(self.names))
 
     def node(self, parent: int, kind: int, name: str, line: int = 0, link: int = -1) -> int:
         """The node of this kind below `parent`."""
-        key = (parent, kind, self.names.setdefault(name, len(self.names)), line, link)
+        key = (parent, kind, self.text(name), line, link)
         if key not in self.nodes:
             self.nodes[key] = len(self.rows)
             self.rows.append([*key])
-            self.numbers.append([0, 0, 2**62, 0])
-            self.squares.append(0.0)
+            self.numbers.append(dict(_FRESH))
         return self.nodes[key]
 
     def add(
-        self, node: int, *, count: int = 0, own: int = 0, least: int = 2**62, most: int = 0, squares: float = 0.0
+        self,
+        node: int,
+        *,
+        least: int = 2**62,
+        most: int = 0,
+        inputs: str = "",
+        variants: int = 0,
+        **sums: float,
     ) -> None:
-        """Add calls to a node."""
+        """Add calls to a node; `sums` are the columns that add up: `count`, `own`, `bytes`, `squares` and so on."""
         numbers = self.numbers[node]
-        numbers[0] += count
-        numbers[1] += own
-        numbers[2] = min(numbers[2], least)
-        numbers[3] = max(numbers[3], most)
-        self.squares[node] += squares
+        for name, value in sums.items():
+            numbers[name] += value
+        numbers["least"] = min(numbers["least"], least)
+        numbers["most"] = max(numbers["most"], most)
+        if variants > numbers["variants"]:  # of those who saw more
+            numbers["variants"], numbers["inputs"] = variants, self.text(inputs)
 
     def graft(self, tree: CallTree, onto: int = 0) -> list[int]:
         """Add all of a tree below a node; returns where its nodes are now."""
@@ -172,18 +208,22 @@ class TreeBuilder:
                 )
             self.add(
                 places[node],
-                count=int(tree.count[node]),
-                own=int(tree.own[node]),
                 least=int(tree.least[node]) if tree.count[node] else 2**62,
                 most=int(tree.most[node]),
-                squares=float(tree.squares[node]),
+                inputs=tree.names[tree.inputs[node]],
+                variants=int(tree.variants[node]),
+                **{name: getattr(tree, name)[node].item() for name in (*_SUMS, *FRACTIONS)},
             )
         return places
 
     def build(self) -> CallTree:
         """The tree."""
-        rows, numbers = np.array(self.rows, np.int64), np.array(self.numbers, np.int64)
-        parent, own = rows[:, 0], numbers[:, 1]
+        rows = np.array(self.rows, np.int64)
+        numbers: dict[str, Any] = {
+            name: np.array([of[name] for of in self.numbers], float if name in FRACTIONS else np.int64)
+            for name in _FRESH
+        }
+        parent = rows[:, 0]
         return CallTree(
             names=list(self.names),
             parent=parent,
@@ -191,12 +231,8 @@ class TreeBuilder:
             name=rows[:, 2],
             line=rows[:, 3],
             link=rows[:, 4],
-            count=numbers[:, 0],
-            own=own,
-            inclusive=totals(parent, own),
-            least=np.where(numbers[:, 0] > 0, numbers[:, 2], 0),
-            most=numbers[:, 3],
-            squares=np.array(self.squares),
+            inclusive=totals(parent, numbers["own"]),
+            **(numbers | {"least": np.where(numbers["count"] > 0, numbers["least"], 0)}),
         )
 
 
@@ -210,4 +246,4 @@ def merged(trees: Iterable[CallTree]) -> CallTree:
 
 def columns(tree: CallTree) -> Mapping[str, Any]:
     """The columns by name."""
-    return {name: getattr(tree, name) for name in (*COLUMNS, "squares")}
+    return {name: getattr(tree, name) for name in (*COLUMNS, *FRACTIONS)}
