@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.decode.browser import CHROMIUM, Browser
+from tests.browser import CHROMIUM, Browser
 from tests.decode.small_server import running
 from tests.decode.test_server_limits import KEYS, until
 

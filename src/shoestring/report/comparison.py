@@ -9,6 +9,7 @@ from pathlib import Path
 from shoestring.core.errors import ConfigError
 from shoestring.report import curves, digest, figures, page
 from shoestring.report.charts import charts
+from shoestring.report.document import document, save
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 from shoestring.report.reading import RunFolder, flat, read
@@ -50,7 +51,7 @@ def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
         text += ["", title, *_align([("", *names), *rows] if rows else [("none",)])]
         shown = grid(caption, ("", *names), rows) if rows else tag("p", "None.", class_="quiet")
         parts.append(tag("section", tag("h2", title), shown, class_="wide"))
-    return "\n".join(text) + "\n", page.save(Path(out), _page(runs, names, parts))
+    return "\n".join(text) + "\n", save(Path(out), _page(runs, names, parts))
 
 
 def _state(run: RunFolder) -> str:
@@ -70,7 +71,8 @@ def _page(runs: Sequence[RunFolder], names: Sequence[str], parts: Sequence[Marku
         for position, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
     head = tag("div", tag("h1", f"Comparison of {title}"), tag("ul", *states, class_="runs"), class_="title")
-    return page.document(f"Comparison of {title}", head, join([parts[0], charts(data), *parts[1:]]), data)
+    body = join([parts[0], charts(data), *parts[1:]])
+    return document(f"Comparison of {title}", head, body, data, page.frame())
 
 
 def _differences(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:

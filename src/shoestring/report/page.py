@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from shoestring.core.errors import ShoestringError
 from shoestring.report import curves, digest, sections
 from shoestring.report.charts import charts
-from shoestring.report.markup import Markup, embedded, join
+from shoestring.report.document import PageFrame, document, packaged, save
+from shoestring.report.markup import Markup, join
 from shoestring.report.reading import RunFolder, read
-from shoestring.storage.whole import write_atomic
 
 STYLE = ("uplot/uPlot.min.css", "page.css")
-SCRIPT = ("uplot/uPlot.iife.min.js", "curves.js", "chart.js", "controls.js")
+SCRIPT = ("uplot/uPlot.iife.min.js", "elements.js", "curves.js", "chart.js", "controls.js")
+FOOTER = "uPlot draws the charts; its licence (MIT) stands in the script."
 
 
 def write(folder: Path) -> Path:
@@ -31,33 +28,18 @@ def write(folder: Path) -> Path:
         ShoestringError: the page cannot be written.
     """
     run = read(folder)
-    return save(run.path / "report.html", document(digest.name(run), *_parts(run)))
+    return save(run.path / "report.html", document(digest.name(run), *_parts(run), frame()))
 
 
-def document(title: str, head: Markup, body: Markup, data: dict[str, Any]) -> str:
-    """The whole page; its policy lets the two inline parts run, known by their hash, and nothing else load."""
-    style = "\n".join(map(_part, STYLE))
-    script = "\n".join(
-        (f"/* uPlot\n{_part('uplot/LICENSE')}*/", *map(_part, SCRIPT))
-    )  # the licence goes with every copy
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
-    )
-    return Template(_part("page.html")).substitute(
-        title=join([title]), policy=policy, style=style, script=script, head=head, body=body, data=embedded(data)
-    )
+@cache
+def frame() -> PageFrame:
+    """Style, script and footer of pages with charts."""
+    script = (f"/* uPlot\n{_part('uplot/LICENSE')}*/", *map(_part, SCRIPT))  # the licence goes with every copy
+    return PageFrame("\n".join(map(_part, STYLE)), "\n".join(script), FOOTER)
 
 
-def save(path: Path, text: str) -> Path:
-    """Write `text` to `path` atomically: a reader never sees half a page, and a full disk leaves the old one."""
-    try:
-        write_atomic(path, text.encode(errors="replace"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ShoestringError(
-            f"cannot write {path}: {reason}", hint="free some space or make the folder writable"
-        ) from error
-    return path
+def _part(name: str) -> str:
+    return packaged("shoestring.report", name)
 
 
 def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
@@ -80,11 +62,3 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
         ]
     )
     return sections.heading(run), body, data
-
-
-def _part(name: str) -> str:
-    return files("shoestring.report").joinpath("web", name).read_text("utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

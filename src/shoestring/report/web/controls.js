@@ -55,12 +55,6 @@ function slider() {
   return html("label", {}, html("span", { class: "of" }, "Smoothing"), input, said);
 }
 
-function button(text, label, action, attributes = {}) {
-  const made = html("button", { type: "button", "aria-label": label, title: label, ...attributes }, text);
-  made.addEventListener("click", action);
-  return made;
-}
-
 // A switch for each run and for each kind of line: hides it in all charts
 function switches() {
   const several = data.runs.length > 1, kinds = LINES.filter((kind) => data.large.some((spec) => (kind === "baselines" ? spec.marks.length : spec.lines.some((line) => line.kind === kind))));
@@ -94,16 +88,6 @@ function controls(form) {
   form.append(html("div", { class: "zoom", role: "group", "aria-label": "Zoom" }, html("span", { class: "of" }, "Zoom"), ...buttons, hint));
   form.append(switches());
   form.addEventListener("submit", (event) => event.preventDefault());
-}
-
-function theme() {
-  const choice = document.getElementById("theme"), root = document.documentElement;
-  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-  const name = () => { choice.textContent = dark() ? "Light" : "Dark"; choice.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`); };
-  choice.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; name(); redraw(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { name(); redraw(); });
-  choice.hidden = false;
-  name();
 }
 
 function start() {

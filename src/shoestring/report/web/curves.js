@@ -1,4 +1,3 @@
-"use strict";
 // Draws the curves from the data embedded in the page, with uPlot. Whatever came from outside is set as text, never as markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -8,20 +7,6 @@ const LINES = ["training", "held out", "baselines"]; // kinds of lines that a la
 const charts = [];
 
 // ---- numbers -------------------------------------------------------------------------------------------------
-
-function count(value) {
-  const suffixes = ["", "k", "M", "B", "T"];
-  let power = 0;
-  while (Math.abs(value) >= 999.5 && power < suffixes.length - 1) { value /= 1000; power += 1; }
-  return Number(value.toPrecision(3)) + suffixes[power];
-}
-
-function plain(value) {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
-  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
-}
 
 function clock(seconds) {
   if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
@@ -87,21 +72,8 @@ const windowOf = (slider) => (slider ? Math.max(2, Math.round(LAST * 0.3 * (slid
 const extent = () => data.runs.flatMap((run) => run[view.x].filter((x) => x !== null)).reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
 const shows = (line) => !view.hidden.has(`run ${line.run}`) && !view.hidden.has(line.kind);
 
-// ---- elements ------------------------------------------------------------------------------------------------
+// ---- lines -------------------------------------------------------------------------------------------------
 
-function html(name, attributes = {}, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children); // strings become text nodes
-  return element;
-}
-
-const probe = html("span", { hidden: "" });
-document.body.append(probe);
-function colour(name) {
-  probe.className = name;
-  return getComputedStyle(probe).color;
-}
 const toneOf = (line) => `tone${(data.runs.length > 1 ? line.run : line.tone) % 8}`;
 const faded = (rgb, share) => rgb.replace(/^rgb\(/, "rgba(").replace(/\)$/, `, ${share})`);
 const labelOf = (line) => [data.runs.length > 1 ? data.runs[line.run].name : "", line.label].filter(Boolean).join(", ");
