@@ -20,7 +20,7 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from shoestring.commands.checkpoint import Checkpoint
 from shoestring.commands.generation import Generate, Skip
-from shoestring.commands.profiling import ProfileProgram
+from shoestring.commands.profiling import ProfileProgram, split
 from shoestring.commands.ranks import Check, DistillDrafter, Plan, Probe, Train
 from shoestring.commands.serve import Serve
 from shoestring.commands.shrink import PruneModel, QuantizeModel
@@ -106,8 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"shoestring {version('shoestring')}, torch {version('torch')}, Python {platform.python_version()}")
         return 0
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, command = arguments[:end], arguments[end + 1 :]
+    if arguments[:1] == ["profile"]:
+        own, command = split(arguments[1:])
+        arguments = ["profile", *own]
+    else:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments, command = arguments[:end], arguments[end + 1 :]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -273,13 +273,13 @@ def test_any_program_runs_under_the_verb_with_its_arguments_and_its_exit_code(tm
         "print('given', sys.argv[1:])\nsys.exit(3)\n"
     )
     before = list(sys.argv), list(sys.path)
-    assert main(["profile", str(program), "--lines", "1", "--", "--help", "7"]) == 3
+    assert main(["profile", "--lines", "1", str(program), "--help", "7"]) == 3
     said = capsys.readouterr().out
     assert "given ['--help', '7']" in said
     assert "program.py:5" in said
     assert "more line" in said
     assert (list(sys.argv), list(sys.path)) == (before[0], ["", *before[1]]) or list(sys.argv) == before[0]
-    assert main(["profile", "profile.npz"]) == 0
+    assert main(["profile", "view", "profile.npz"]) == 0
     assert "aten::mm" in capsys.readouterr().out
     assert main(["profile", "none.py"]) == 2
     assert "there is no program none.py" in capsys.readouterr().err

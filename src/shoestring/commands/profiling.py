@@ -1,52 +1,221 @@
-"""`shoestring profile`: any Python program, with a profile of its lines; importing this module imports no torch."""
+"""`shoestring profile`: where the time of a program goes; importing this module imports no torch."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg, subcommand
 
 from shoestring.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoestring.profile.recording import Profile
+
+
+@dataclass(frozen=True)
+class RunProfiled:
+    """Run a Python program and show which of its lines take the time."""
+
+    program: Positional[str] = ""
+    """Python file to run. All that follows it are the program's own arguments."""
+    module: Annotated[str, arg(aliases=("-m",))] = ""
+    """Name of a Python module to run in place of a file, as `python -m` does."""
+    out: Path | None = None
+    """File to save the profile to; defaults to profile.npz, and under torchrun to profile-RANK.npz for each rank."""
+    lines: int = 15
+    """Number of lines of the program to show."""
+    inside: str = ""
+    """Names of installed packages whose lines count as the program's own, such as `transformers`, with commas between
+    them."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        from shoestring.profile import profiled
+        from shoestring.profile.summary import summary
+
+        _check_lines(self.lines)
+        file = Path(self.program).resolve()
+        if file.suffix == ".npz":
+            raise ConfigError(f"{self.program} is no program", hint=f"shoestring profile view {self.program}")
+        if not self.module and not file.is_file():
+            raise ConfigError(f"there is no program {self.program}", hint="name a Python file")
+        out = self.out or Path(_name())
+        inside = [name.strip() for name in self.inside.split(",") if name.strip()]
+        code: object = 0
+        folder = "" if self.module else str(file.parent)
+        with _interpreter([self.program or self.module, *arguments], folder), profiled(out, inside) as result:
+            try:
+                if self.module:
+                    runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(file), run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code
+        print("\n".join(summary(result.profile, self.lines)))
+        print(f"\nsaved to {out}; as a page: shoestring profile view {out}")
+        if code is None or isinstance(code, int):
+            return code or 0
+        print(code, file=sys.stderr)
+        return 1
+
+
+def _name() -> str:
+    return f"profile-{os.environ['RANK']}.npz" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "profile.npz"
+
+
+@contextmanager
+def _interpreter(argv: Sequence[str], folder: str) -> Iterator[None]:
+    """Arguments and import path as Python gives them to a program."""
+    before = list(sys.argv), list(sys.path)
+    sys.argv[:], sys.path[0] = argv, folder
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = before
+
+
+@dataclass(frozen=True)
+class ViewProfile:
+    """Write a profile as one HTML page that works offline, and show its lines here."""
+
+    files: Positional[tuple[Path, ...]]
+    """Files with the profiles to show; several, such as those of the ranks, are merged, and the page has the times of
+    each."""
+    out: Path | None = None
+    """Path of the page to write; defaults to that of the first profile with `.html` in place of `.npz`."""
+    lines: int = 15
+    """Number of lines of the program to show here."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        from shoestring.profile.summary import summary
+        from shoestring.profile.view import page
+
+        _check_lines(self.lines)
+        profile = _loaded(self.files)
+        print("\n".join(summary(profile, self.lines)))
+        print(f"\npage: {page.write(profile, self.out or self.files[0].with_suffix('.html'))}")
+        return 0
+
+
+@dataclass(frozen=True)
+class DiffProfiles:
+    """Compare two profiles: which lines became slower or faster; also where lines have moved in between."""
+
+    before: Positional[Path]
+    """File with the earlier profile."""
+    after: Positional[Path]
+    """File with the later profile."""
+    out: Path = Path("profile-diff.html")
+    """Path of the page to write, whose flame graph is red where time was added and blue where it was removed."""
+    lines: int = 15
+    """Number of lines of the program to show here."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        from shoestring.profile.comparison import compare
+        from shoestring.profile.summary import changes
+        from shoestring.profile.view import page
+
+        _check_lines(self.lines)
+        comparison = compare(_loaded([self.before]), _loaded([self.after]))
+        print("\n".join(changes(comparison, self.lines)))
+        print(f"\npage: {page.write_comparison(comparison, (self.before.stem, self.after.stem), self.out)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class MergeProfiles:
+    """Merge profiles, such as those of several ranks, into one file that keeps the times of each."""
+
+    files: Positional[tuple[Path, ...]]
+    """Files with the profiles to merge."""
+    out: Path = Path("profile-merged.npz")
+    """File to save the merged profile to."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        _loaded(self.files, always=True).save(self.out)
+        print(self.out)
+        return 0
+
+
+@dataclass(frozen=True)
+class ExportProfile:
+    """Convert a profile for another tool."""
+
+    file: Positional[Path]
+    """File with the profile to convert."""
+    format: Annotated[str, arg(metavar="{speedscope,pprof,collapsed,hatchet,perfetto}")]
+    """Format to write: speedscope's JSON; pprof's protobuf, with time, calls, bytes and FLOP; collapsed stacks, for
+    FlameGraph; a literal for Hatchet; or a trace for Perfetto of the aggregated call paths."""
+    out: Path | None = None
+    """File to write; defaults to that of the profile with the format's own ending."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        from shoestring.profile.exports import FORMATS
+        from shoestring.storage.whole import write_atomic
+
+        if self.format not in FORMATS:
+            raise ConfigError(f"there is no format `{self.format}`", hint=f"formats: {', '.join(FORMATS)}")
+        ending, export = FORMATS[self.format]
+        out = self.out or self.file.with_suffix(ending)
+        write_atomic(out, export(_loaded([self.file])))
+        print(out)
+        return 0
 
 
 @dataclass(frozen=True)
 class ProfileProgram:
-    """Run a Python program and show which of its lines take the time; or show a profile that was saved."""
+    """Profile any Python program by its own lines: `shoestring profile script.py [its arguments]`."""
 
-    program: Positional[str]
-    """Python file to run, with its arguments after `--`; or a profile that was saved, to show again."""
-    out: Path = Path("profile.npz")
-    """File to save the profile to."""
-    lines: int = 15
-    """Number of lines of the program to show."""
+    action: (
+        Annotated[RunProfiled, subcommand("run", prefix_name=False)]
+        | Annotated[ViewProfile, subcommand("view", prefix_name=False)]
+        | Annotated[DiffProfiles, subcommand("diff", prefix_name=False)]
+        | Annotated[MergeProfiles, subcommand("merge", prefix_name=False)]
+        | Annotated[ExportProfile, subcommand("export", prefix_name=False)]
+    )
+    """Action on a program or on profiles; `run` may be left out."""
 
     def __call__(self, arguments: Sequence[str]) -> int:
-        from shoestring.profile import load, profiled
-        from shoestring.profile.summary import summary
+        return self.action.run(arguments)
 
-        if self.lines < 1:
-            raise ConfigError(f"--lines must be positive, got {self.lines}")
-        if self.program.endswith(".npz"):
-            print("\n".join(summary(load(self.program), self.lines)))
-            return 0
-        program = Path(self.program)
-        if not program.is_file():
-            raise ConfigError(f"there is no program {program}", hint="name a Python file")
-        code: object = 0
-        argv, path = list(sys.argv), list(sys.path)
-        sys.argv[:], sys.path[0] = [str(program), *arguments], str(program.resolve().parent)
-        try:
-            with profiled(self.out) as result:
-                try:
-                    runpy.run_path(str(program), run_name="__main__")
-                except SystemExit as ended:
-                    code = ended.code
-        finally:
-            sys.argv[:], sys.path[:] = argv, path
-        print("\n".join(summary(result.profile, self.lines)))
-        print(f"saved to {self.out}; show it again with: shoestring profile {self.out}")
-        return code if isinstance(code, int) else int(code is not None)
+
+ACTIONS = ("run", "view", "diff", "merge", "export")
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What follows `shoestring profile`, as the command line's own arguments and those of the program that it runs."""
+    own, rest = [], list(arguments)
+    if rest[:1] == ["run"]:
+        rest.pop(0)
+    elif not rest or rest[0] in (*ACTIONS, "--help", "-h"):
+        return rest, []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        own.append(rest.pop(0))
+        if rest and "=" not in own[-1] and own[-1] not in ("--debug", "--help", "-h"):
+            own.append(rest.pop(0))
+        if own[-2:-1] in (["-m"], ["--module"]) or own[-1].startswith("--module="):
+            return ["run", *own], rest
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    return ["run", *own, *rest[:1]], rest[1:]
+
+
+def _loaded(files: Sequence[Path], *, always: bool = False) -> Profile:
+    """The profile in a file, or those of several merged, named by what tells their files apart."""
+    from shoestring.profile import load
+    from shoestring.profile.comparison import merged
+
+    if not files:
+        raise ConfigError("no profile is named", hint="name one or several .npz files")
+    profiles = [load(file) for file in files]
+    return profiles[0] if len(profiles) == 1 and not always else merged(profiles, [file.stem for file in files])
+
+
+def _check_lines(lines: int) -> None:
+    if lines < 1:
+        raise ConfigError(f"--lines must be positive, got {lines}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,12 @@ class ProfileResult:
 
 
 @contextmanager
-def profiled(path: Path | str | None = None) -> Iterator[ProfileResult]:
+def profiled(path: Path | str | None = None, inside: Sequence[str] = ()) -> Iterator[ProfileResult]:
     """Profile what runs within; the profile is saved also where that raises.
 
     Args:
         path: of a file to write.
+        inside: installed packages whose lines count as the program's own.
 
     Raises:
         CompileError: the collector cannot be compiled here.
@@ -37,13 +39,16 @@ def profiled(path: Path | str | None = None) -> Iterator[ProfileResult]:
         OSError: the file cannot be written.
     """
     from shoestring.profile.collector import Collector
+    from shoestring.profile.lines import sources_of
 
     result, collector = ProfileResult(), Collector()
     collector.start()
     try:
         yield result
     finally:
-        result.profile = collector.stop().profile()
+        profile = collector.stop().profile()
+        facts = replace(profile.facts, inside=list(inside))
+        result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
         if path is not None:
             result.profile.save(Path(path))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, columns
+from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, Integers, columns
 from shoestring.storage.whole import write_atomic
 
 FORMAT, VERSION = "shoestring-profile", 1
@@ -71,8 +72,24 @@ class Facts:
     torch.compile; 64 at most."""
     share: float = 1.0
     """Of the program's time, the part in which operators were recorded; what they took is scaled up to all of it."""
+    inside: list[str] = field(default_factory=list)
+    """Installed packages whose lines count as the program's own."""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What each of several merged profiles took."""
+
+    labels: list[str]
+    """Of the R profiles, which are those of ranks or of runs."""
+    own: Integers
+    """(R, N): own nanoseconds of each node of the merged tree; their sums are the tree's."""
+
+    def __post_init__(self) -> None:
+        if self.own.ndim != 2 or len(self.own) != len(self.labels):
+            raise DataError(f"a profile with {len(self.labels)} ranks and times of shape {self.own.shape}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,14 @@ class Profile:
 
     tree: CallTree
     facts: Facts
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Text of the program's own files as they were when it ran, by the path that the tree has."""
+    ranks: RankTimes | None = None
+    """The times of each rank; None for a profile that was not merged."""
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks.own.shape[1] != len(self.tree):
+            raise DataError(f"a profile of {len(self.tree)} nodes with times of ranks for {self.ranks.own.shape[1]}")
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
@@ -92,8 +117,12 @@ class Profile:
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
-        head = {"format": FORMAT, "version": VERSION, "facts": asdict(self.facts)}
+        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "facts": asdict(self.facts)}
+        if self.ranks is not None:
+            head["ranks"] = self.ranks.labels
+            arrays["ranks"] = _narrow(self.ranks.own)
         arrays["names"] = _bytes(json.dumps(list(self.tree.names)))
+        arrays["sources"] = _bytes(json.dumps(dict(self.sources)))
         arrays["head"] = _bytes(json.dumps(head))
         room = io.BytesIO()
         np.savez_compressed(room, **arrays)
@@ -119,9 +148,11 @@ def load(path: Path) -> Profile:
             names = json.loads(arrays["names"].tobytes())
             own = {name: arrays[name].astype(np.int64) for name in COLUMNS}
             own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            sources = json.loads(arrays["sources"].tobytes())
+            ranks = RankTimes(head["ranks"], arrays["ranks"].astype(np.int64)) if "ranks" in head else None
+        if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
             raise DataError(f"{path}: its names are no list of texts")
-        return Profile(CallTree(names=names, **own), _facts(head["facts"]))
+        return Profile(CallTree(names=names, **own), _facts(head["facts"]), sources, ranks)
     except FileNotFoundError as error:
         raise DataError(f"there is no profile {path}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:

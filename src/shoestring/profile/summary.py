@@ -1,100 +1,142 @@
-"""The lines of a program by the time that they take, for a terminal."""
+"""A profile as text for a terminal: what was found, the lines of the program by their time, and the operators."""
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from shoestring.profile.analyses import find
+from shoestring.profile.comparison import Comparison
+from shoestring.profile.findings import Finding
+from shoestring.profile.lines import LineTime, by_line, in_backward
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import CallTree, NodeKind
 
-
-@dataclass
-class LineTime:
-    """Nanoseconds of a line of the program, its own, where it is the nearest line of the program's own code."""
-
-    forward: int = 0
-    backward: int = 0
-    """Of the gradients of what it called."""
-    python: int = 0
-    """Outside of operators."""
-    operators: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward + self.python
-
-
-@cache
-def is_library(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, and not to the program."""
-    if file.startswith("<"):
-        return True
-    roots = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(Path(file).is_relative_to(root) for root in roots if root) or file.startswith(sys.base_prefix + "/lib")
-
-
-def own_lines(tree: CallTree) -> np.ndarray:
-    """Which nodes are lines of the program's own code."""
-    return np.array(
-        [tree.kind[node] == NodeKind.PYTHON and not is_library(tree.place(node)[0]) for node in range(len(tree))]
-    )
-
-
-def by_line(tree: CallTree) -> dict[tuple[str, int], LineTime]:
-    """Own times of all nodes by the nearest line of the program above them."""
-    nearest, lines = tree.nearest(own_lines(tree)), {}
-    behind = np.zeros(len(tree), bool)
-    for node in range(1, len(tree)):
-        behind[node] = behind[tree.parent[node]] or tree.kind[node] in (NodeKind.LINK, NodeKind.BACKWARD)
-        if nearest[node] < 0 or not tree.own[node]:
-            continue
-        line = lines.setdefault(tree.place(int(nearest[node])), LineTime())
-        own = int(tree.own[node])
-        if tree.kind[node] == NodeKind.PYTHON:
-            line.python += own
-            continue
-        if behind[node]:
-            line.backward += own
-        else:
-            line.forward += own
-        name = tree.names[tree.name[node]]
-        line.operators[name] = line.operators.get(name, 0) + own
-    return lines
+_CODE = 48
+"""Characters of a line's code that are shown."""
 
 
 def summary(profile: Profile, most: int = 15) -> Iterator[str]:
-    """The text: where the time went, line by line."""
-    tree, facts = profile.tree, profile.facts
-    seconds = float(tree.inclusive[0]) / 1e9
-    python = float(tree.own[tree.kind == NodeKind.PYTHON].sum()) / 1e9
-    yield (
-        f"{facts.seconds:.2f} s, of which {seconds - python:.2f} s in operators, {python:.2f} s in Python outside of"
-        f" them, and {facts.overhead:.2f} s for this profile"
-    )
-    lines = sorted(by_line(tree).items(), key=lambda item: -item[1].total)
-    shares: list[tuple[str, ...]] = [("share", "forward", "backward", "Python", "line", "mostly")]
-    for (file, number), line in lines[:most]:
-        mostly = max(line.operators, key=lambda name: line.operators[name], default="")
-        times = (f"{value / 1e9:.2f} s" if value else "" for value in (line.forward, line.backward, line.python))
-        place = f"{_short(file)}:{number}"
-        shares.append((f"{line.total / max(tree.inclusive[0], 1):.1%}", *times, place, mostly))
-    widths = [max(len(row[column]) for row in shares) for column in range(len(shares[0]))]
-    for row in shares:
-        left = [text.rjust(width) for text, width in zip(row[:4], widths[:4], strict=True)]
-        yield "  ".join([*left, row[4].ljust(widths[4]), row[5]]).rstrip()
+    """The text, with at most so many lines of the program and a third as many operators."""
+    tree, total = profile.tree, max(int(profile.tree.inclusive[0]), 1)
+    yield from _headline(profile)
+    yield from _findings(find(profile))
+    lines = sorted(by_line(tree, profile.facts.inside).items(), key=lambda item: -item[1].total)
+    rows = [_line_row(profile.sources, place, line, total) for place, line in lines[:most]]
+    yield ""
+    yield from columns(["share", "forward", "backward", "Python", "line", "code", "mostly"], rows, figures=4)
     if len(lines) > most:
         yield f"and {len(lines) - most} more lines"
+    yield ""
+    rows = [
+        [f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1)), name]
+        for name, (own, count) in list(by_operator(tree).items())[: max(most // 3, 1)]
+    ]
+    yield from columns(["share", "time", "calls", "mean", "operator, without those that it calls"], rows, figures=4)
+
+
+def _headline(profile: Profile) -> Iterator[str]:
+    tree, facts = profile.tree, profile.facts
+    own, behind = tree.own, in_backward(tree)
+    python = tree.kind == NodeKind.PYTHON
+    forward, backward = (seconds(own[~python & ~root(tree) & (behind == side)].sum()) for side in (False, True))
+    ranks = f" on {len(profile.ranks.labels)} ranks" if profile.ranks else ""
+    command = " ".join([Path(facts.command[0]).name, *facts.command[1:]]) if facts.command else "program"
+    command = command if len(command) <= 60 else f"{command[:59]}…"
+    steps = f", {facts.steps:,} steps" if facts.steps else ""
+    yield f"{command}: {facts.seconds:.2f} s{ranks}{steps}"
+    yield (
+        f"{forward} in operators, {backward} in the backward pass, {seconds(own[python].sum())} in Python outside of"
+        f" operators; recording took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
+    )
+    if device := int(tree.device.sum()):
+        yield f"{seconds(device)} on the accelerator"
+    if facts.share < 1:
+        yield f"sampled: {facts.share:.1%} of the operators were recorded, and their counts and times are scaled up"
     if facts.lost:
-        yield f"{facts.lost} calls found no room in the tree"
+        yield f"{facts.lost:,} calls found no room in the tree; they are in no line"
+    for name, waits in sorted(facts.waits.items(), key=lambda item: -item[1].seconds)[:5]:
+        where = f", first at {waits.where}" if waits.where else ""
+        yield f"{name}: {waits.count:,} times, {waits.seconds:.2f} s{where}"
 
 
-def _short(file: str) -> str:
+def root(tree: CallTree) -> np.ndarray:
+    """Which nodes hold time that is on no line and in no operator."""
+    return tree.kind == NodeKind.ROOT
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    for number, finding in enumerate(findings, 1):
+        where = f"{short(finding.file)}:{finding.line}: " if finding.file else ""
+        saving = f"; {finding.saving}" if finding.saving else ""
+        yield ""
+        yield f"{number}. {where}{finding.title}{saving}"
+        yield f"   {finding.evidence}"
+        yield f"   {finding.advice}"
+
+
+def _line_row(sources: Mapping[str, str], place: tuple[str, int], line: LineTime, total: int) -> list[str]:
+    times = (seconds(value) if value else "" for value in (line.forward, line.backward, line.python))
+    mostly = max(line.operators, key=lambda name: line.operators[name], default="")
+    return [f"{line.total / total:.1%}", *times, f"{short(place[0])}:{place[1]}", code(sources, *place), mostly]
+
+
+def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:
+    """Nanoseconds without what they call, and calls, of each operator and backward function, the longest first."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in np.flatnonzero(np.isin(tree.kind, (NodeKind.OPERATOR, NodeKind.BACKWARD))):
+        own, count = found.get(name := tree.label(int(node)), (0, 0))
+        found[name] = own + int(tree.own[node]), count + int(tree.count[node])
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
+    """Two profiles compared: their times, and the lines that changed most."""
+    before, after = comparison.total
+    unit = "a step" if comparison.by_step else "in all"
+    factor = f"{before / after:.2f}x as fast" if after > 0 else ""
+    yield f"{seconds(before)} {unit} before, {seconds(after)} after: {factor}"
+    rows = []
+    for place, (old, new) in list(comparison.by_line().items())[:most]:
+        line = f"{short(place[0])}:{place[1]}" if place[1] >= 0 else f"{short(place[0])}:{-place[1]} (was)"
+        rows.append([seconds(old), seconds(new), seconds(new - old, sign=True), line, code(comparison.sources, *place)])
+    yield ""
+    yield from columns(["before", "after", "change", "line", "code"], rows, figures=3)
+    if len(comparison.by_line()) > most:
+        yield f"and {len(comparison.by_line()) - most} more lines"
+
+
+def code(sources: Mapping[str, str], file: str, line: int) -> str:
+    """What is written at a line, as far as it is known and has room."""
+    lines = sources.get(file, "").splitlines()
+    text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    return text if len(text) <= _CODE else f"{text[: _CODE - 1]}…"
+
+
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]], figures: int) -> Iterator[str]:
+    """Aligned columns without those that are empty; the first `figures` of them to the right."""
+    table = [head, *rows]
+    shown = [column for column in range(len(head)) if any(row[column] for row in table[1:])]
+    widths = [max(len(row[column]) for row in table) for column in shown]
+    for row in table:
+        cells = (
+            row[column].rjust(width) if column < figures else row[column].ljust(width)
+            for column, width in zip(shown, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def seconds(nanoseconds: float, *, sign: bool = False) -> str:
+    """A time with three digits and its unit."""
+    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(nanoseconds) >= scale:
+            return f"{nanoseconds / scale:{'+' if sign else ''}.3g} {unit}"
+    return f"{nanoseconds:{'+' if sign else ''}.0f} ns"
+
+
+def short(file: str) -> str:
+    """A path as it is from here."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -46,6 +46,10 @@ COLUMNS = (
 FRACTIONS = ("squares", "count_variance", "own_variance")
 
 
+ENGINE = "autograd::engine::evaluate_function: "
+"""What torch puts before the name of a backward function where it runs the whole of it."""
+
+
 @dataclass(frozen=True)
 class CallTree:
     """Columns of N nodes; a node comes after its parent, and the first is the root."""
@@ -116,6 +120,7 @@ class CallTree:
             return f"{function} ({file.rsplit('/', 1)[-1]}:{self.line[node]})"
         if self.kind[node] == NodeKind.LINK:
             return f"backward of {self.label(int(self.link[node]))}" if self.link[node] >= 0 else "backward"
+        name = name.removeprefix(ENGINE)
         return name or NodeKind(int(self.kind[node])).name.lower()
 
     def place(self, node: int) -> tuple[str, int]:

@@ -1,0 +1,119 @@
+"""The lines of a profiled program: which code is its own, how long each line takes, and what is written there."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind
+
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+_PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)")
+_OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
+_FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
+
+LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
+"""Characters of one file of the program, and of all of them, that a profile carries."""
+
+
+@dataclass
+class LineTime:
+    """Nanoseconds of a line of the program, its own, where it is the nearest line of the program's own code."""
+
+    forward: int = 0
+    backward: int = 0
+    """Of the gradients of what it called."""
+    python: int = 0
+    """Outside of operators."""
+    operators: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.python
+
+
+def package_of(file: str) -> str:
+    """The package that a file is installed with, `python` for the standard library, and "" for the program itself."""
+    if found := _INSTALLED.search(file):
+        return found[1]
+    if file.startswith(_OWN_PACKAGE):
+        return "shoestring"
+    return "python" if _PYTHON.search(file) else ""
+
+
+def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
+    """Which nodes are lines of the program's own code.
+
+    Args:
+        inside: installed packages whose code counts as the program's own.
+    """
+    return _lines_where(tree, {"", *inside})
+
+
+def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
+    found = [package_of(name.partition("\t")[0]) for name in tree.names]
+    wanted = np.array([(packages is None or package in packages) and package not in but for package in found])
+    return (tree.kind == NodeKind.PYTHON) & wanted[tree.name]
+
+
+def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
+    """Of each node the line of the program that it runs for, as a node; -1 where no Python line is above it.
+
+    Where no line of the program's own is above, it is the nearest one of a package that is no framework, or of any.
+    """
+    nearest = tree.nearest(own_lines(tree, inside))
+    for others in (_lines_where(tree, None, _FRAMEWORKS), _lines_where(tree, None)):
+        if (nearest >= 0).all():
+            break
+        nearest = np.where(nearest >= 0, nearest, tree.nearest(others))
+    return nearest
+
+
+def in_backward(tree: CallTree) -> NDArray[np.bool_]:
+    """Which nodes run in the backward pass."""
+    engine = np.array([name.startswith(ENGINE) for name in tree.names])
+    behind = np.isin(tree.kind, (NodeKind.LINK, NodeKind.BACKWARD)) | engine[tree.name]
+    for node in range(1, len(tree)):
+        behind[node] |= behind[tree.parent[node]]
+    return behind
+
+
+def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int], LineTime]:
+    """Own times of all nodes by the nearest line of the program above them."""
+    nearest, behind = nearest_lines(tree, inside), in_backward(tree)
+    lines: dict[tuple[str, int], LineTime] = {}
+    for node in np.flatnonzero((nearest >= 0) & (tree.own != 0)):
+        line = lines.setdefault(tree.place(int(nearest[node])), LineTime())
+        own = int(tree.own[node])
+        if tree.kind[node] == NodeKind.PYTHON:
+            line.python += own
+            continue
+        if behind[node]:
+            line.backward += own
+        else:
+            line.forward += own
+        if tree.kind[node] == NodeKind.SPAN:
+            continue
+        name = tree.label(int(node))
+        line.operators[name] = line.operators.get(name, 0) + own
+    return lines
+
+
+def sources_of(tree: CallTree, inside: Sequence[str] = ()) -> dict[str, str]:
+    """The text of the files whose lines are the program's own, those with most time first, as far as they have room."""
+    times: dict[str, int] = {}
+    for (file, _), line in by_line(tree, inside).items():
+        times[file] = times.get(file, 0) + line.total
+    sources, room = {}, MOST_SOURCES
+    for file in sorted(times, key=lambda file: -times[file]):
+        text = "".join(linecache.getlines(file))
+        if 0 < len(text) <= min(LARGEST_SOURCE, room):
+            sources[file] = text
+            room -= len(text)
+    return sources

@@ -1,0 +1,229 @@
+"""The page of a profile, or of two compared: one HTML file that works offline and loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from shoestring.profile.analyses import find
+from shoestring.profile.comparison import Comparison
+from shoestring.profile.findings import Finding
+from shoestring.profile.lines import by_line
+from shoestring.profile.recording import Facts, Profile
+from shoestring.profile.summary import by_operator, code, seconds
+from shoestring.profile.view import payload
+from shoestring.report.document import PageFrame, document, packaged, save
+from shoestring.report.markup import Markup, join, tag
+from shoestring.report.markup import table as grid
+
+_PACKAGE, STYLE = "shoestring.profile.view", "flame.css"
+SCRIPT = ("calls.js", "flame.js", "table.js", "start.js")
+_LINES, _OPERATORS = 25, 15
+
+_KEYS = (
+    ("↑ ↓", "caller, and the call inside it that takes longest"),
+    ("← →", "calls beside it"),
+    ("Enter", "show this call alone"),
+    ("Esc", "show all"),
+)
+_LEGEND = (
+    ("python", "line of the program"),
+    ("package", "function of a package"),
+    ("operator", "operator"),
+    ("backward", "backward pass"),
+    ("span", "named span"),
+    ("kernel", "accelerator kernel"),
+)
+_CHANGES = (("more", "slower than before"), ("less", "faster than before"), ("all", "as before"))
+
+
+def write(profile: Profile, path: Path) -> Path:
+    """Write the page of a profile.
+
+    Raises:
+        ShoestringError: the file cannot be written.
+    """
+    tree, inside = profile.tree, profile.facts.inside
+    lines = {place: line.total for place, line in by_line(tree, inside).items()}
+    total = max(int(tree.inclusive[0]), 1)
+    order = sorted(lines, key=lambda place: -lines[place])
+    rows = [
+        [
+            _place(*place),
+            code(profile.sources, *place),
+            f"{lines[place] / total:.1%}",
+            seconds(lines[place]),
+        ]
+        for place in order[:_LINES]
+    ]
+    operators = [
+        [name, f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1))]
+        for name, (own, count) in list(by_operator(tree).items())[:_OPERATORS]
+    ]
+    parts = [
+        _findings(find(profile), profile.sources),
+        _strip(profile),
+        _calls(_LEGEND),
+        _section(
+            "Lines of the program",
+            grid("With all that they call outside of the program, longest first", _LINE_HEAD, rows, figures=2),
+        ),
+        _source(profile.sources, ("Forward", "Backward", "Python")),
+        _section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
+        _notes(profile.facts),
+    ]
+    name = _command(profile.facts)
+    return save(path, document(name, _heading(name, "Profile"), join(parts), payload.of_profile(profile), _frame()))
+
+
+_LINE_HEAD = ("Line", "Code", "Share", "Time")
+_OPERATOR_HEAD = ("Operator", "Share", "Time", "Calls", "A call")
+
+
+def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path) -> Path:
+    """Write the page of two profiles compared.
+
+    Args:
+        names: what the earlier and the later profile are called.
+
+    Raises:
+        ShoestringError: the file cannot be written.
+    """
+    before, after = comparison.total
+    rows = [
+        [
+            _place(*place),
+            code(comparison.sources, *place),
+            seconds(old),
+            seconds(new),
+            seconds(new - old, sign=True),
+        ]
+        for place, (old, new) in list(comparison.by_line().items())[:_LINES]
+    ]
+    unit = "a step" if comparison.by_step else "in all"
+    facts = {
+        f"Before ({names[0]})": f"{seconds(before)} {unit}",
+        f"After ({names[1]})": f"{seconds(after)} {unit}",
+        "Change": f"{(after - before) / max(before, 1):+.1%}",
+        "As fast": f"{before / max(after, 1):.2f}x",
+    }
+    head = ("Line", "Code", "Before", "After", "Change")
+    parts = [
+        _facts(facts),
+        _calls(_CHANGES),
+        _section("Lines of the program", grid("Largest change first", head, rows, figures=2)),
+        _source(comparison.sources, ("Before", "After", "Change")),
+    ]
+    title = f"{names[0]} and {names[1]}"
+    data = payload.of_comparison(comparison)
+    return save(path, document(title, _heading(title, "Two profiles compared"), join(parts), data, _frame()))
+
+
+@cache
+def _frame() -> PageFrame:
+    style = packaged("shoestring.report", "page.css") + packaged(_PACKAGE, STYLE)
+    script = (packaged("shoestring.report", "elements.js"), *(packaged(_PACKAGE, name) for name in SCRIPT))
+    return PageFrame(style, "\n".join(script))
+
+
+def _heading(title: str, kind: str) -> Markup:
+    return tag("div", tag("h1", title), tag("p", kind, class_="quiet"), class_="title")
+
+
+def _command(facts: Facts) -> str:
+    return " ".join([Path(facts.command[0]).name, *facts.command[1:]]) if facts.command else "program"
+
+
+def _findings(findings: Sequence[Finding], sources: Mapping[str, str]) -> Markup:
+    shown = [
+        tag(
+            "li",
+            tag("h3", finding.title, " ", _place(finding.file, finding.line) if finding.file else ""),
+            tag("p", finding.saving, class_="saving") if finding.saving else "",
+            tag("code", code(sources, finding.file, finding.line)) if finding.file else "",
+            tag("p", finding.evidence),
+            tag("p", finding.advice),
+            tag("button", "Show in the graph", type="button", data_nodes=str(list(finding.nodes)))
+            if finding.nodes
+            else "",
+        )
+        for finding in findings
+    ]
+    return _section("Findings", tag("ol", *shown, class_="findings")) if shown else Markup()
+
+
+def _strip(profile: Profile) -> Markup:
+    tree, facts = profile.tree, profile.facts
+    python = tree.own[tree.kind == 1].sum()
+    return _facts(
+        {
+            "Time": f"{facts.seconds:.2f} s",
+            "In operators": seconds(tree.inclusive[0] - python - tree.own[0]),
+            "In Python outside of them": seconds(python),
+            "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
+            "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
+            "Ranks": str(len(profile.ranks.labels)) if profile.ranks else "",
+            "Sampled operators": f"{facts.share:.1%}" if facts.share < 1 else "",
+            "Call paths": f"{len(tree):,}",
+        }
+    )
+
+
+def _facts(shown: Mapping[str, str]) -> Markup:
+    pairs = [tag("div", tag("dt", name), tag("dd", value)) for name, value in shown.items() if value]
+    return tag("dl", *pairs, class_="facts")
+
+
+def _calls(legend: Iterable[tuple[str, str]]) -> Markup:
+    keys = [part for key, use in _KEYS for part in (tag("kbd", key), f" {use}  ")]
+    entries = [tag("li", tag("span", class_=f"dot box-{tone}", aria_hidden="true"), name) for tone, name in legend]
+    canvas = tag(
+        "canvas",
+        tabindex=0,
+        role="application",
+        aria_roledescription="flame graph",
+        aria_label="Calls by the time that they take. Arrow keys move between calls; the table shows the same.",
+        aria_describedby="keys",
+    )
+    return _section(
+        "Calls",
+        tag("form", id="controls", class_="controls"),
+        tag("figure", tag("div", canvas, class_="graph-box"), id="graph", class_="graph"),
+        tag("div", id="rows", class_="calls", hidden=True),
+        tag("ul", *entries, class_="legend"),
+        tag("p", *keys, id="keys", class_="quiet"),
+        tag("div", id="call", class_="call-box"),
+        tag("p", id="said", class_="unseen", aria_live="polite"),
+    )
+
+
+def _source(sources: Mapping[str, str], head: Sequence[str]) -> Markup:
+    if not sources:
+        return Markup()
+    titles = [tag("th", title, scope="col") for title in (*head, "Line", "Code")]
+    table = tag("table", tag("thead", tag("tr", *titles)), tag("tbody"))
+    pick = tag("label", "File ", tag("select", id="file"))
+    box = tag("div", table, id="source", class_="source", tabindex=0, role="region", aria_label="Source with times")
+    return tag("section", tag("h2", "Source"), tag("div", pick, class_="pick"), box, id="source-section")
+
+
+def _notes(facts: Facts) -> Markup:
+    notes = [
+        f"{name}: {waits.count:,} times, {waits.seconds:.2f} s" + (f", first at {waits.where}" if waits.where else "")
+        for name, waits in facts.waits.items()
+    ]
+    if facts.lost:
+        notes.append(f"{facts.lost:,} calls found no room in the tree; they are in no line.")
+    notes.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
+    return _section("Notes", tag("ul", *(tag("li", note) for note in notes if note)))
+
+
+def _section(title: str, *children: str) -> Markup:
+    return tag("section", tag("h2", title), *children)
+
+
+def _place(file: str, line: int) -> Markup:
+    """A line as a button that shows it in the source; as text where the source is not known."""
+    text = f"{Path(file).name}:{abs(line)}{' (was)' if line < 0 else ''}"
+    return tag("button", text, type="button", class_="place", title=file, data_file=file, data_line=line)

@@ -1,0 +1,166 @@
+"""`shoestring profile`: what belongs to it and what to the program, and what it says of one profile or two."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shoestring.cli import main
+from shoestring.commands.profiling import split
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.profile import analyses, load
+from shoestring.profile.comparison import compare, merged
+from shoestring.profile.findings import Finding, by_gain
+from shoestring.profile.lines import by_line, package_of, sources_of
+from shoestring.profile.recording import RankTimes
+from tests.profile.small_profiles import MILLION, SOURCE, small
+
+FINDING = Finding(
+    title="waits for the device", file="/a/train.py", line=7, evidence="It took 30 ms.", advice="Read it less often.",
+    gain=(0.2, 0.25),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "programs"),
+    [
+        (["a.py", "--lines", "3"], ["run", "a.py"], ["--lines", "3"]),
+        (["--lines", "3", "a.py", "--", "x", "--help"], ["run", "--lines", "3", "a.py"], ["--", "x", "--help"]),
+        (["--lines=3", "--", "view"], ["run", "--lines=3", "view"], []),
+        (["run", "view", "-h"], ["run", "view"], ["-h"]),
+        (["-m", "json.tool", "--help"], ["run", "-m", "json.tool"], ["--help"]),
+        (["--out", "x", "--module=a.b", "view"], ["run", "--out", "x", "--module=a.b"], ["view"]),
+        (["view", "a.npz", "--out", "x"], ["view", "a.npz", "--out", "x"], []),
+        (["--help"], ["--help"], []),
+        ([], [], []),
+    ],
+    ids=" ".join,
+)
+def test_what_follows_the_program_is_its_own(given, own, programs):
+    assert split(given) == (own, programs)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small().save(tmp_path / "a.npz")
+    small(scale=2).save(tmp_path / "b.npz")
+    return tmp_path
+
+
+def test_a_profile_is_shown_by_its_lines_and_operators_with_findings_first(saved, capsys, monkeypatch):
+    monkeypatch.setattr(analyses, "ANALYSES", (lambda _: [FINDING],))
+    assert main(["profile", "view", "a.npz", "--lines", "2"]) == 0
+    said = capsys.readouterr().out
+    rows = said.splitlines()
+    assert rows[0] == "train.py --fast: 0.10 s"
+    assert "1. /a/train.py:7: waits for the device; saves 20% to 25% of the time (1.25x to 1.33x as fast)" in rows
+    forward = next(row for row in rows if "train.py:5" in row)
+    assert forward.split() == ["68.4%", "40", "ms", "25", "ms", "/a/train.py:5", "loss", "=", "model(x)", "aten::mm"]
+    assert "31.6%" in said and "aten::mm" in said and "page: a.html" in said
+    assert (saved / "a.html").stat().st_size > 10_000
+    assert said.index("waits for the device") < said.index("share")
+
+
+def test_two_profiles_are_compared_and_merged(saved, capsys):
+    assert main(["profile", "diff", "a.npz", "b.npz"]) == 0
+    said = capsys.readouterr().out
+    assert "95 ms in all before, 190 ms after: 0.50x as fast" in said
+    assert "65 ms  130 ms  +65 ms  /a/train.py:5  loss = model(x)" in said
+    assert (saved / "profile-diff.html").stat().st_size > 10_000
+    assert main(["profile", "merge", "a.npz", "b.npz", "--out", "both.npz"]) == 0
+    both = load("both.npz")
+    assert both.ranks.labels == ["a", "b"]
+    assert both.ranks.own.sum(1).tolist() == [95 * MILLION, 190 * MILLION]
+    assert both.tree.inclusive[0] == 285 * MILLION
+
+
+def test_mistakes_are_named_with_what_to_do(saved, capsys):
+    for arguments, said in (
+        (["a.npz", "b.npz"], "shoestring profile view a.npz"),
+        (["view", "c.npz"], "there is no profile c.npz"),
+        (["view", "a.npz", "--lines", "0"], "--lines must be positive"),
+        (["export", "a.npz", "--format", "chrome"], "formats: speedscope, pprof, collapsed, hatchet, perfetto"),
+    ):
+        assert main(["profile", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+# -- merging and comparing ---------------------------------------------------------------------------------------------
+
+
+def test_merged_profiles_keep_the_times_of_each_in_files_too(tmp_path):
+    one, other = small(), small(scale=3, extra="only here")
+    both = merged([one, merged([other, one], ["x", "y"])], ["first", "never used"])
+    assert both.ranks.labels == ["first", "x", "y"]
+    np.testing.assert_array_equal(both.ranks.own.sum(0), both.tree.own)
+    only = [node for node in range(len(both.tree)) if both.tree.label(node) == "only here"]
+    assert both.ranks.own[:, only].tolist() == [[0], [15 * MILLION], [0]]
+    both.save(tmp_path / "p.npz")
+    back = load(tmp_path / "p.npz")
+    np.testing.assert_array_equal(back.ranks.own, both.ranks.own)
+    assert back.sources == {"/a/train.py": SOURCE}
+    with pytest.raises(ConfigError, match="no profiles"):
+        merged([])
+    with pytest.raises(DataError, match="times of ranks"):
+        replace(one, ranks=RankTimes(["a"], both.ranks.own[:1]))
+
+
+def test_lines_that_moved_are_compared_with_themselves_and_gone_ones_are_named():
+    before = small()
+    after = small("/elsewhere/train.py", "# a comment\n# and another\n" + SOURCE, shift=2)
+    changes = compare(before, after).by_line()
+    assert changes == {
+        ("/elsewhere/train.py", 7): (65 * MILLION, 65 * MILLION),
+        ("/elsewhere/train.py", 9): (30 * MILLION, 30 * MILLION),
+    }
+    edited = SOURCE.replace("    item()\n", "").replace("model(x)", "model(x).sum()")
+    changes = compare(before, small(source=edited)).by_line()
+    assert changes["/a/train.py", -7] == (30 * MILLION, 0)  # which line 7 of the later source is not
+    assert changes["/a/train.py", 5] == (65 * MILLION, 65 * MILLION)
+
+
+def test_profiles_that_know_their_steps_are_compared_by_the_step():
+    one, other = small(), small(scale=2)
+    steps = [replace(one, facts=replace(one.facts, steps=5)), replace(other, facts=replace(other.facts, steps=10))]
+    comparison = compare(*steps)
+    assert comparison.by_step
+    assert comparison.total == (19 * MILLION, 19 * MILLION)
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def test_code_is_the_programs_own_unless_it_is_installed_or_pythons():
+    assert package_of("/v/lib/python3.11/site-packages/torch/nn/functional.py") == "torch"
+    assert package_of("/usr/lib/python3/dist-packages/six.py") == "six"
+    assert package_of("/opt/python/lib/python3.12/json/decoder.py") == "python"
+    assert package_of("<frozen runpy>") == package_of("<string>") == "python"
+    assert package_of("/home/me/train.py") == package_of("<ipython-input-1-2>") == ""
+    assert package_of(by_line.__code__.co_filename) == "shoestring"
+
+
+def test_packages_count_as_the_program_where_they_are_asked_for():
+    tree = small().tree
+    assert set(by_line(tree)) == {("/a/train.py", 5), ("/a/train.py", 7)}
+    inside = by_line(tree, ["torch"])
+    assert {line for file, line in inside if "torch" in file} == {1700}
+    alone = replace(tree, names=[name.replace("/a/", "/lib/python3.11/") for name in tree.names])
+    assert sum(line.total for line in by_line(alone).values()) == 95 * MILLION  # on the nearest lines there are
+
+
+def test_sources_are_those_of_the_program_and_have_an_end(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(SOURCE)
+    tree = small(str(path)).tree
+    assert sources_of(tree) == {str(path): SOURCE}
+    path.with_name("large.py").write_text("x = 1\n" * 100_000)
+    assert sources_of(small(str(tmp_path / "large.py")).tree) == {}
+
+
+def test_findings_stand_by_their_gain_and_refuse_what_cannot_be():
+    unknown, small_gain = replace(FINDING, gain=None), replace(FINDING, gain=(0.1, 0.9))
+    assert by_gain([unknown, small_gain, FINDING]) == [FINDING, small_gain, unknown]
+    assert unknown.saving == ""
+    with pytest.raises(ConfigError, match="saves"):
+        replace(FINDING, gain=(0.5, 0.2))
