@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.adapter import Adapter, adapt
+from shoestring.core.world import own_device
+from shoestring.decode.adapter import Adapter
+from shoestring.decode.compiled import choose_passes
 from shoestring.decode.drafters import open_drafter
 from shoestring.decode.engine import Engine, Request
 from shoestring.decode.engine import stream as generate
 from shoestring.decode.report import describe
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings import SKIP, Passes, Sampling, Speculation
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.plan import SkipPlan
 from shoestring.models.loading import load_model
@@ -25,12 +27,16 @@ def stream(
     speculation: Speculation | None = None,
     report: Callable[[str], object] | None = None,
     skip: str = "",
+    passes: Passes = "auto",
 ) -> Iterator[str]:
     """Yield the continuation in pieces; a character of several tokens is yielded once it is complete.
+
+    It is generated on the GPU where there is one.
 
     Args:
         report: is told, at the end, line by line what generation cost and what speculation gained.
         skip: a share of the bytes moved for a token to save by skipping sublayers, or the file of a plan for it.
+        passes: how those over few tokens run.
 
     Raises:
         CheckpointError: `path` holds no model. ConfigError: no tokenizer with it, or an argument out of range.
@@ -44,8 +50,11 @@ def stream(
     )
     room = len(start) + tokens
     speculation = speculation or Speculation()
-    drafter = open_drafter(speculation, model, tokenizer, room=room)
-    adapter = _skipping(adapt(model), skip, room, drafts=drafter is not None) if skip else adapt(model)
+    model = model.to(own_device(0))
+    drafter = open_drafter(speculation, model, tokenizer, room=room, passes=passes)
+    adapter = choose_passes(model, None, passes, skips=bool(skip) or speculation.drafter == SKIP)
+    if skip:
+        adapter = _skipping(adapter, skip, room, drafts=drafter is not None)
     engine = Engine(adapter, room=room, drafter=drafter, speculation=speculation)
     for token in generate(engine, request):
         yield text.add(token)

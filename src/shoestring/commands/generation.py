@@ -37,6 +37,9 @@ class Generate:
     """Proposes tokens that the model then verifies several at a time, which is faster: the folder or `hf:NAME` of a
     smaller model with the same vocabulary, `lookup` (continuations of repeated passages) or `skip` (the model itself
     without some sublayers); by default nothing is drafted."""
+    draft_dtype: Literal["own", "model"] = "own"
+    """Data type of the weights of a smaller model that drafts: that of its files (`own`), or that of the model that
+    verifies (`model`); the narrower one is read faster."""
     draft_length: int = 0
     """Number of tokens to draft before each pass of the model; 0 chooses it from measured acceptance and cost."""
     verification: Literal["token", "block", "invariant"] = "invariant"
@@ -45,6 +48,10 @@ class Generate:
     skip: str = ""
     """Sublayers to skip, which is faster and costs quality: the share of the bytes moved for a token that is saved,
     such as 0.2, by a choice learnt from the prompt, or the file of a plan by `shoestring skip`; by default none."""
+    passes: Literal["auto", "plain", "graphs", "compiled"] = "auto"
+    """How passes over few tokens run on a GPU: `plain` launches their kernels one by one, `graphs` replays them as CUDA
+    graphs, and `compiled` also compiles them, which takes minutes at first use; `auto` takes graphs on a GPU where the
+    model allows it, and plain passes elsewhere."""
     report: bool = False
     """Print, after the text, the tokens per pass, the acceptance of drafts and what passes cost."""
 
@@ -60,11 +67,15 @@ class Generate:
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
         )
-        speculation = Speculation(drafter=self.draft, draft_length=self.draft_length, verification=self.verification)
-        lines: list[str] = []
-        pieces = stream(
-            self.run, self.prompt, self.tokens, sampling, speculation, lines.append if self.report else None, self.skip
+        speculation = Speculation(
+            drafter=self.draft,
+            drafter_dtype=self.draft_dtype,
+            draft_length=self.draft_length,
+            verification=self.verification,
         )
+        lines: list[str] = []
+        report = lines.append if self.report else None
+        pieces = stream(self.run, self.prompt, self.tokens, sampling, speculation, report, self.skip, self.passes)
         sys.stdout.write(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
         for piece in pieces:
             sys.stdout.flush()

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.settings import Serving, read_keys
+from shoestring.decode.settings import SKIP, Passes, Speculation
 
 if TYPE_CHECKING:
     from shoestring.decode.serve.app import App
@@ -35,6 +36,13 @@ class Serve:
     """Proposes tokens that the model then verifies several at a time, which is faster: the folder or `hf:NAME` of a
     smaller model with the same vocabulary, `lookup` (continuations of repeated passages) or `skip` (the model itself
     without some sublayers); by default nothing is drafted."""
+    draft_dtype: Literal["own", "model"] = "own"
+    """Data type of the weights of a smaller model that drafts: that of its files (`own`), or that of the model that
+    verifies (`model`); the narrower one is read faster."""
+    passes: Literal["auto", "plain", "graphs", "compiled"] = "auto"
+    """How passes over few tokens run on a GPU: `plain` launches their kernels one by one, `graphs` replays them as CUDA
+    graphs, and `compiled` also compiles them, which takes minutes at first use; `auto` takes graphs on a GPU where the
+    model allows it, and plain passes elsewhere."""
     host: str = Serving.host
     """Address to listen on; any but a loopback address needs --api-key-file."""
     port: int = Serving.port
@@ -74,36 +82,47 @@ class Serve:
         except ImportError as error:
             raise ConfigError(f"serving needs {error.name}", hint="pip install shoestring[serve]") from error
         listener = listen(settings)
-        app = build(self.model, settings, slots=self.slots, context=self.context, name=self.name, draft=self.draft)
+        speculation = Speculation(drafter=self.draft, drafter_dtype=self.draft_dtype)
+        app = build(
+            self.model, settings, speculation, self.passes, slots=self.slots, context=self.context, name=self.name
+        )
         said = f"{app.served.name} at {url_of(listener)}: {self.slots} slots of {app.served.context} tokens"
         asyncio.run(serve(app, listener, ready=lambda: print(said, flush=True)))
         return 0
 
 
-def build(source: str, settings: Serving, *, slots: int, context: int = 0, name: str = "", draft: str = "") -> App:
+def build(
+    source: str,
+    settings: Serving,
+    speculation: Speculation,
+    passes: Passes = "auto",
+    *,
+    slots: int,
+    context: int = 0,
+    name: str = "",
+) -> App:
     """The application that serves a model, on the GPU where there is one.
 
     Raises:
         CheckpointError: `source` holds no model. ConfigError: no tokenizer with it, or a number out of range.
     """
-    import torch
-
-    from shoestring.decode.adapter import adapt
+    from shoestring.core.world import own_device
+    from shoestring.decode.compiled import choose_passes
     from shoestring.decode.drafters import open_drafter
     from shoestring.decode.engine import Engine
     from shoestring.decode.serve.app import App
     from shoestring.decode.serve.engine_thread import EngineThread
     from shoestring.decode.serve.served import describe
-    from shoestring.decode.settings import Speculation
     from shoestring.models.loading import load_model
     from shoestring.models.saving import source_folder
 
     model, tokenizer = load_model(source)
     if tokenizer is None:
         raise ConfigError(f"`{source}` has no tokenizer.json", hint="copy the model's tokenizer.json there")
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    adapter, room, speculation = adapt(model, context or None), None if context else CONTEXT, Speculation(drafter=draft)
-    drafter = open_drafter(speculation, model, tokenizer, slots=slots, room=room or context)
+    model = model.to(own_device(0))
+    adapter = choose_passes(model, context or None, passes, skips=speculation.drafter == SKIP)
+    room = None if context else CONTEXT
+    drafter = open_drafter(speculation, model, tokenizer, slots=slots, room=room or context, passes=passes)
     engine = Engine(adapter, slots=slots, room=room, drafter=drafter, speculation=speculation)
     folder = source_folder(source)
     served = describe(

@@ -1,4 +1,4 @@
-"""Small passes of our GPT, compiled, and on a GPU captured: launching kernels one by one takes longer than they run."""
+"""Small passes of our GPT, captured on a GPU, and compiled: launching kernels one by one takes longer than they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shoestring.decode.adapter import OwnModel
+from shoestring.core.errors import ConfigError
+from shoestring.decode.adapter import Adapter, OwnModel, adapt
+from shoestring.decode.settings import Passes
+from shoestring.decode.stopwatch import once
 from shoestring.models.cache import CachePlace, KVCache
 
 FEW = 16
@@ -18,6 +21,27 @@ FEW = 16
 
 LEAST = 256
 """The fewest positions of the cache that a compiled pass attends to; twice as many whenever those are full."""
+
+
+def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, skips: bool = False) -> Adapter:
+    """The adapter of a model whose passes over few tokens run as a user asks: see `Passes` in the settings.
+
+    Args:
+        context: the most tokens that are seen; default the model's own.
+        skips: sublayers of the model will be skipped, which a pass that is fixed cannot do.
+
+    Raises:
+        ConfigError: the passes of this model, or on this device, cannot be captured or compiled.
+    """
+    plain = adapt(model, context)
+    on_gpu = plain.device.type == "cuda"
+    if passes == "plain" or (passes == "auto" and (skips or not on_gpu or type(plain) is not OwnModel)):
+        return plain
+    if type(plain) is not OwnModel:
+        raise ConfigError(f"passes of {type(model).__name__} cannot be {passes}", hint="give --passes plain")
+    if passes == "graphs" and not on_gpu:
+        raise ConfigError("a CPU has no CUDA graphs", hint="give --passes plain or compiled")
+    return Compiled(model, plain.context, backend="inductor" if passes == "compiled" else None)
 
 
 @dataclass
@@ -33,18 +57,20 @@ class Compiled(OwnModel):
     """Our `GPT`, its passes of few tokens in shapes rounded up to powers of two, so that few shapes are compiled.
 
     Args:
-        backend: of torch.compile.
+        backend: of torch.compile; None captures the kernels on a GPU as the model launches them.
     """
 
     captured = True
 
-    def __init__(self, model: nn.Module, context: int, *, backend: str = "inductor") -> None:
+    def __init__(
+        self, model: nn.Module, context: int, *, backend: str | Callable[..., Any] | None = "inductor"
+    ) -> None:
         super().__init__(model, context)
 
         def step(tokens: Tensor, cache: KVCache, place: CachePlace) -> Tensor:
             return model(tokens, cache, place)
 
-        self._step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
+        self._step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend) if backend else step
         self._passes: WeakKeyDictionary[KVCache, dict[tuple[int, int, int], _Pass]] = WeakKeyDictionary()
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
@@ -58,7 +84,8 @@ class Compiled(OwnModel):
         )
         passes = self._passes.setdefault(cache, {})
         if shape not in passes:
-            passes[shape] = self._prepare(cache, *shape)
+            with once():
+                passes[shape] = self._prepare(cache, *shape)
         step = passes[shape]
         rows, padded, _ = shape
         positions = torch.tensor(cache.lengths[:rows])[:, None] + torch.arange(padded)
@@ -81,6 +108,7 @@ class Compiled(OwnModel):
                 return self._step(tokens, cache, place)
 
         if self.device.type != "cuda":
+            run()  # compiles
             return _Pass(tokens, place, run)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoestring.core.trace import Trace
 
 Verification = Literal["token", "block", "invariant"]
+Passes = Literal["auto", "plain", "graphs", "compiled"]
 
 LOOKUP, SKIP = "lookup", "skip"
 """Drafters that are no model's name: prompt lookup, and the model itself without some of its sublayers."""
@@ -79,6 +80,9 @@ class Speculation:
     """Proposes the tokens: the name or folder of a smaller model with the same vocabulary, `lookup` (continuations of
     repeated passages of the prompt and the text) or `skip` (the model itself without some sublayers); by default
     nothing is drafted."""
+    drafter_dtype: Literal["own", "model"] = "own"
+    """Data type of the weights of a smaller model that drafts: that of its files (`own`), or that of the model that
+    verifies (`model`); the narrower one is read faster."""
     draft_length: int = 0
     """Number of tokens to draft before each pass of the model; 0 chooses it from measured acceptance and cost, and
     drafts nothing where that is faster."""
@@ -96,6 +100,8 @@ class Speculation:
             _refuse("draft_length", self.draft_length, f"give 0 to choose it, or up to {self.max_draft_length}")
         if self.verification not in get_args(Verification):
             _refuse("verification", self.verification, "give `token`, `block` or `invariant`")
+        if self.drafter_dtype not in ("own", "model"):
+            _refuse("drafter_dtype", self.drafter_dtype, "give `own` or `model`")
 
 
 @dataclass(frozen=True, kw_only=True)

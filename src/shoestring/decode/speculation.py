@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from shoestring.decode.drawing import Positions, draw
 from shoestring.decode.randomness import Purpose, key, race, uniform
 from shoestring.decode.sampling import penalize, probabilities
 from shoestring.decode.settings import Speculation, Verification
+from shoestring.decode.stopwatch import seconds
 from shoestring.decode.verification import common_prefix, one_hot, verify_block, verify_tokens
 
 if TYPE_CHECKING:
@@ -85,26 +85,26 @@ class Speculator:
 
     def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[DraftTokens]:
         """A draft for each row, of at most `rooms` tokens."""
-        began = perf_counter()
+        began = seconds()
         self._grades = self.drafter.grades(rows)
         length = self.length.choose(self._grades, max(rooms))
         counts = [min(length, room) if grade >= 0 else 0 for grade, room in zip(self._grades, rooms, strict=True)]
         drafts = self.drafter.draft(rows, counts) if any(counts) else [NOTHING] * len(rows)
-        self._began = perf_counter()
+        self._began = seconds()
         self._seconds = self._began - began
         return drafts
 
     def learn(self, drafts: Sequence[DraftTokens], verified: Sequence[Verified]) -> None:
         """What became of the drafts, right after the pass that verified them."""
         drafted, accepted = [len(draft.tokens) for draft in drafts], [row.accepted for row in verified]
-        seconds = perf_counter() - self._began
-        self.length.learn(self._grades, drafted, accepted, self._seconds, seconds)
+        reading = seconds() - self._began
+        self.length.learn(self._grades, drafted, accepted, self._seconds, reading)
         rounds = self.rounds.setdefault(max(drafted), Rounds())
         rounds.count += 1
         rounds.rows += len(verified)
         rounds.tokens += sum(len(row.tokens) for row in verified)
         rounds.drafting += self._seconds
-        rounds.reading += seconds
+        rounds.reading += reading
 
 
 def verify(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.settings import LOOKUP, SKIP, Speculation
+from shoestring.decode.settings import LOOKUP, SKIP, Passes, Speculation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,14 +15,21 @@ if TYPE_CHECKING:
 
 
 def open_drafter(
-    speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None, *, slots: int = 1, room: int | None = None
+    speculation: Speculation,
+    model: nn.Module,
+    tokenizer: Tokenizer | None,
+    *,
+    slots: int = 1,
+    room: int | None = None,
+    passes: Passes = "auto",
 ) -> Drafter | None:
-    """The drafter that the settings name; None where nothing is to be drafted.
+    """The drafter that the settings name, on the device of the model; None where nothing is to be drafted.
 
     Args:
         model: that verifies, with its tokenizer.
         slots: texts that are generated at the same time.
         room: tokens of each text that are kept in memory, if fewer than the drafter's context.
+        passes: how those of a smaller model run.
 
     Raises:
         ConfigError: the drafter is a model with another vocabulary.
@@ -38,14 +45,18 @@ def open_drafter(
         from shoestring.decode.drafters.skipping import SkippingDrafter
 
         return SkippingDrafter(speculation)
-    return _model_drafter(speculation, model, tokenizer, slots, room)
-
-
-def _model_drafter(
-    speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None, slots: int, room: int | None
-) -> Drafter:
-    from shoestring.decode.adapter import adapt
+    from shoestring.decode.compiled import choose_passes
     from shoestring.decode.drafters.model import ModelDrafter
+
+    smaller = _smaller(speculation, model, tokenizer)
+    alike = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
+    if alike is not None:
+        smaller = smaller.to(alike.device, alike.dtype if speculation.drafter_dtype == "model" else None)
+    return ModelDrafter(choose_passes(smaller, None, passes), slots, speculation, room)
+
+
+def _smaller(speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None) -> nn.Module:
+    """The smaller model that the settings name."""
     from shoestring.models.loading import load_model
 
     smaller, own = load_model(speculation.drafter)
@@ -58,7 +69,7 @@ def _model_drafter(
         )
     if tokenizer is not None and own is not None and tokenizer.engine.get_vocab() != own.engine.get_vocab():
         raise ConfigError(f"the tokenizer of the drafter `{speculation.drafter}` differs from the model's", hint=hint)
-    return ModelDrafter(adapt(smaller), slots, speculation, room)
+    return smaller
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -110,7 +110,7 @@ def check_share(share: float) -> None:
 def check_skips(model: Adapter) -> None:
     """Raises: ConfigError, passes of the model are captured, and would go on with every sublayer."""
     if model.captured:
-        raise ConfigError("a compiled model cannot skip sublayers", hint="generate without compilation")
+        raise ConfigError("a compiled model cannot skip sublayers", hint="give --passes plain")
 
 
 def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
