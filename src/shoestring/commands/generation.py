@@ -49,7 +49,7 @@ class Generate:
     """Sublayers to skip, which is faster and costs quality: the share of the bytes moved for a token that is saved,
     such as 0.2, by a choice learnt from the prompt, or the file of a plan by `shoestring skip`; by default none."""
     passes: Literal["auto", "plain", "graphs", "compiled"] = "auto"
-    """How passes over few tokens run on a GPU: `plain` launches their kernels one by one, `graphs` replays them as CUDA
+    """Way to run passes over few tokens: `plain` launches their kernels one by one, `graphs` replays them as CUDA
     graphs, and `compiled` also compiles them, which takes minutes at first use; `auto` takes graphs on a GPU where the
     model allows it, and plain passes elsewhere."""
     report: bool = False

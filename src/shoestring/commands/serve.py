@@ -40,7 +40,7 @@ class Serve:
     """Data type of the weights of a smaller model that drafts: that of its files (`own`), or that of the model that
     verifies (`model`); the narrower one is read faster."""
     passes: Literal["auto", "plain", "graphs", "compiled"] = "auto"
-    """How passes over few tokens run on a GPU: `plain` launches their kernels one by one, `graphs` replays them as CUDA
+    """Way to run passes over few tokens: `plain` launches their kernels one by one, `graphs` replays them as CUDA
     graphs, and `compiled` also compiles them, which takes minutes at first use; `auto` takes graphs on a GPU where the
     model allows it, and plain passes elsewhere."""
     host: str = Serving.host
