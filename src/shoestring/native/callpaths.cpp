@@ -4,13 +4,23 @@
 // a backward function to the operator whose gradient it computes. Python's frames are read without the GIL: operators
 // release it, but the thread's own frames cannot change while it is inside one. Memory grows with the number of
 // different call paths, never with time; beyond NODES a thread's new paths all become one node.
+//
+// What an operator is given is looked at only now and then, because torch boxes the arguments of all calls while there is
+// anybody who asks for some: at the first calls of new nodes, and after a random number of calls at BURST of them. Bytes
+// and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH.
 
 #define Py_BUILD_CORE
 #include <Python.h>
 #undef _PyGC_FINALIZED  // torch and Python both define it
 #include <internal/pycore_frame.h>
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +30,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -27,9 +38,13 @@
 
 namespace {
 
-constexpr uint32_t NODES = 1 << 18, DEPTH = 192, OPERATORS = 256, CHUNK = 1 << 12;
+constexpr uint32_t NODES = 1 << 18, DEPTH = 192, OPERATORS = 256, THREADS = 1 << 14;
 constexpr uint32_t LINKS = 1 << 16;  // forward operators that are remembered for their backward functions, a thread
+constexpr uint32_t PLACES = 1 << 10;  // instructions whose lines are remembered, a thread
 constexpr uint32_t NONE = ~0u;
+constexpr int64_t LOOKS = 512, BURST = 32;  // operators that are looked at after a new node, and at random
+constexpr uint32_t BETWEEN = 1 << 15;  // operators from one such burst to the next, on average
+constexpr uint32_t ENOUGH = 8, VARIANTS = 8;
 
 enum Kind : uint8_t { ROOT, PYTHON, OPERATOR, BACKWARD, SPAN, LINK, OVERFLOWN };
 
@@ -85,22 +100,184 @@ std::string text_of(PyObject* object) {
     return text;
 }
 
+// -- floating-point operations ---------------------------------------------------------------------------------------
+
+// Rules are of operators that no other of them contains, with a multiplication and an addition as two, as torch's
+// FlopCounterMode has them (so a causal mask halves nothing).
+enum Rule : uint8_t { UNKNOWN, PRODUCT, ADDED_PRODUCT, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD };
+
+Rule rule_of(std::string_view name) {
+    static const std::unordered_map<std::string_view, Rule> rules{
+        {"aten::mm", PRODUCT},
+        {"aten::bmm", PRODUCT},
+        {"aten::mv", PRODUCT},
+        {"aten::dot", PRODUCT},
+        {"aten::addmm", ADDED_PRODUCT},
+        {"aten::baddbmm", ADDED_PRODUCT},
+        {"aten::addmv", ADDED_PRODUCT},
+        {"aten::_addmm_activation", ADDED_PRODUCT},
+        {"aten::convolution", CONVOLUTION},
+        {"aten::convolution_backward", CONVOLUTION_BACKWARD},
+        {"aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION},
+        {"aten::_scaled_dot_product_flash_attention", ATTENTION},
+        {"aten::_scaled_dot_product_efficient_attention", ATTENTION},
+        {"aten::_scaled_dot_product_cudnn_attention", ATTENTION},
+        {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", ATTENTION_BACKWARD},
+        {"aten::_scaled_dot_product_flash_attention_backward", ATTENTION_BACKWARD},
+        {"aten::_scaled_dot_product_efficient_attention_backward", ATTENTION_BACKWARD},
+        {"aten::_scaled_dot_product_cudnn_attention_backward", ATTENTION_BACKWARD},
+    };
+    auto found = rules.find(name);
+    return found == rules.end() ? UNKNOWN : found->second;
+}
+
+using Values = c10::ArrayRef<const c10::IValue>;
+
+c10::IntArrayRef sizes_of(const Values& values, size_t index) {
+    static const int64_t none[] = {0};
+    if (index >= values.size() || !values[index].isTensor() || !values[index].toTensor().defined()) return none;
+    return values[index].toTensor().sizes();
+}
+
+double product(c10::IntArrayRef sizes, size_t from = 0) {
+    double all = 1;
+    for (size_t i = from; i < sizes.size(); i++) all *= double(sizes[i]);
+    return all;
+}
+
+// Of a call; of a convolution those of each element of its output, and `by_output` is set.
+double flops_of(Rule rule, const Values& inputs, bool& by_output) {
+    auto first = rule == ADDED_PRODUCT ? 1 : rule == ATTENTION_BACKWARD ? 1 : 0;
+    auto a = sizes_of(inputs, first), b = sizes_of(inputs, first + 1), c = sizes_of(inputs, first + 2);
+    switch (rule) {
+        case PRODUCT:
+        case ADDED_PRODUCT:
+            return 2 * product(a) * (b.size() > 1 ? double(b.back()) : 1);
+        case CONVOLUTION:
+            if (inputs.size() > 6 && inputs[6].isBool() && inputs[6].toBool()) return 2 * product(a) * product(b, 1);
+            by_output = true;
+            return 2 * product(b, 1);
+        case CONVOLUTION_BACKWARD: {
+            bool transposed = inputs.size() > 7 && inputs[7].isBool() && inputs[7].toBool();
+            double wanted = 2;
+            if (inputs.size() > 10 && inputs[10].isBoolList())
+                wanted = bool(inputs[10].toBoolList()[0]) + bool(inputs[10].toBoolList()[1]);
+            return wanted * 2 * product(transposed ? b : a) * product(c, 1);
+        }
+        case ATTENTION:
+        case ATTENTION_BACKWARD:
+            if (a.size() != 4 || b.size() != 4 || c.size() != 4) return 0;
+            // Forward has two products; backward has five, of which three are as wide as the keys.
+            if (rule == ATTENTION) return 2 * product(a) / a[3] * b[2] * (a[3] + c[3]);
+            return 2 * product(a) / a[3] * b[2] * (3. * a[3] + 2. * c[3]);
+        default:
+            return 0;
+    }
+}
+
+// -- arguments -------------------------------------------------------------------------------------------------------
+
+const char* spelled(at::ScalarType type) {
+    switch (type) {
+        case at::kFloat: return "float32";
+        case at::kDouble: return "float64";
+        case at::kHalf: return "float16";
+        case at::kBFloat16: return "bfloat16";
+        case at::kLong: return "int64";
+        case at::kInt: return "int32";
+        case at::kShort: return "int16";
+        case at::kChar: return "int8";
+        case at::kByte: return "uint8";
+        case at::kBool: return "bool";
+        default: return c10::toString(type);
+    }
+}
+
+struct Looked : at::ObserverContext {  // at the arguments of a call
+    uint32_t node = 0;
+    bool drawn = false, described = false, by_output = false, in_place = false, viewed = false;
+    uint32_t hash = 2166136261u;
+    double bytes = 0, flops = 0;
+    int shown = 0;
+    std::string text;
+    c10::SmallVector<const void*, 4> storages;
+
+    void mix(uint64_t value) {
+        hash = (hash ^ uint32_t(value)) * 16777619u;
+        hash = (hash ^ uint32_t(value >> 32)) * 16777619u;
+    }
+
+    void tensor(const at::Tensor& tensor, bool output) {
+        if (!tensor.defined()) return;
+        auto* impl = tensor.unsafeGetTensorImpl();
+        if (impl->has_symbolic_sizes_strides()) return;
+        bool strided = impl->layout() == at::kStrided && tensor.has_storage();
+        const char* layout = "";
+        double size = double(impl->numel()) * double(tensor.element_size());
+        if (strided) {
+            auto& storage = tensor.storage();
+            const void* where = storage.unsafeGetStorageImpl();
+            if (!output) storages.push_back(where);
+            else if (!in_place && std::find(storages.begin(), storages.end(), where) != storages.end()) viewed = true;
+            size = std::min(size, double(storage.nbytes()));  // an expanded tensor is smaller than it looks
+            if (!tensor.is_contiguous())
+                layout = tensor.is_contiguous(at::MemoryFormat::ChannelsLast) ? " channels_last"
+                         : tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d) ? " channels_last_3d"
+                                                                                  : " strided";
+        } else layout = " not strided";
+        bytes += size;
+        mix(uint64_t(tensor.scalar_type()) << 8 | uint64_t(tensor.device().type()));
+        mix(std::string_view(layout).size());
+        for (auto each : tensor.sizes()) mix(each);
+        if (!described || ++shown > 6) return;
+        if (!text.empty() && text.back() != ' ') text += ", ";
+        text += spelled(tensor.scalar_type());
+        text += '[';
+        for (size_t i = 0; i < tensor.sizes().size(); i++) text += (i ? "," : "") + std::to_string(tensor.sizes()[i]);
+        text += ']';
+        text += layout;
+        if (!tensor.device().is_cpu()) text += " " + c10::DeviceTypeName(tensor.device().type(), true);
+    }
+
+    void values(const Values& all, bool output) {
+        for (auto& value : all) {
+            if (value.isTensor()) tensor(value.toTensor(), output);
+            else if (value.isTensorList())
+                for (const at::Tensor& each : value.toTensorVector()) tensor(each, output);
+            else if (value.isOptionalTensorList())
+                for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
+                    if (each) tensor(*each, output);
+        }
+    }
+};
+
 // -- the tree of a thread --------------------------------------------------------------------------------------------
 
-struct Node {
+struct alignas(64) Node {
     uint32_t parent, name, line;     // a link's name is the thread, and its line the node, of the forward operator
     uint32_t last = NONE, next = NONE;  // the child seen last, and the sibling seen after this node last time
     Kind kind;
-    const char* text = nullptr;  // where an operator's name was when it was seen last
-    uint64_t count = 0, inclusive = 0, within = 0, least = ~0ull, most = 0;  // ticks; `within` those of its children
+    uint8_t rule = 0;                // by which its floating-point operations are counted
+    const char* text = nullptr;      // where an operator's name was when it was seen last
+    const char* spelled = nullptr;   // where `names` has it
+    uint64_t count = 0, inclusive = 0;  // ticks
+    uint64_t within = 0;             // ticks of its children
+    uint64_t least = ~0ull, most = 0, graphed = 0;
     double squares = 0;
+    uint32_t arguments = 0;          // of `Thread::arguments`
 };
 
-struct Function {  // of Python
-    PyCodeObject* code = nullptr;
-    const void *file = nullptr, *title = nullptr;
+struct Arguments {  // of those calls of a node that were looked at
+    uint64_t looked = 0, drawn = 0;  // `drawn` at random, the others because the node was new
+    double looked_bytes = 0, looked_flops = 0, drawn_bytes = 0, drawn_flops = 0;
+    uint32_t text = 0, variants = 0;
+    uint32_t hashes[VARIANTS] = {};
+};
+
+struct Place {  // an instruction of Python
+    const void *instruction = nullptr, *file = nullptr, *title = nullptr;
     int first = 0;
-    uint32_t name = 0;  // "file\tqualified name"
+    uint32_t name = 0, line = 0;  // "file\tqualified name"
 };
 
 struct Frame {
@@ -111,43 +288,51 @@ struct Frame {
 };
 
 struct Open {  // an operator that runs
-    uint32_t node;
+    const at::RecordFunction* call;
     const _PyInterpreterFrame* frame;
-    uint64_t begun, own, within;
-    std::unique_ptr<std::vector<Frame>> stack;  // of a span, which goes on when the function that began it has returned
+    uint64_t begun, paid, within, counted;  // `counted` of its ticks are in those of what contained it already
+    int64_t sequence;
+    uint32_t node;
+    bool span, graphs;
 };
 
-struct Link {
-    int64_t sequence = -1;
-    uint32_t node = NONE;
+struct Stack {  // of a span, which goes on when the function that began it has returned
+    uint32_t level;
+    std::vector<Frame> frames;
 };
 
 struct Thread {
-    std::vector<std::unique_ptr<Node[]>> chunks;
+    Node* nodes;
     std::atomic<uint32_t> size{0};
+    uint32_t depth = 0;  // operators that run, also those beyond OPERATORS
+    uint64_t paid = 0, cost[4] = {}, events = 0, burst = BETWEEN, random = 88172645463325252ull;  // ticks in all, and to begin and end one operator (nested, outermost)
+    std::unique_ptr<std::atomic<uint64_t>[]> links;  // by sequence number: its lower half, and the node
+    PyThreadState* state = nullptr;
+    Thread* forward = nullptr;  // where the last backward function came from
+    std::atomic<uint64_t> torch_thread{0};
+    uint64_t lost = 0, ident = 0;
+    uint32_t index = 0, level = 0;  // `level`: size of `stack`
+    bool lasting = false, fresh = false;
+    Open open[OPERATORS];
+    Frame stack[DEPTH];
+    Place places[PLACES];
+    std::vector<Stack> spans;
     std::vector<std::pair<uint64_t, uint32_t>> table;  // (hash of parent and what the child is, node)
     std::unordered_map<const void*, std::pair<const char*, uint32_t>> pointers;
-    std::unordered_map<const PyCodeObject*, Function> functions;
-    std::vector<const char*> spelled;  // by name
-    std::vector<Open> open;
-    std::vector<Frame> stack;
-    std::unique_ptr<Link[]> links;
-    PyThreadState* state = nullptr;
-    uint64_t own = 0;  // ticks spent in here
-    uint64_t torch_thread = 0, lost = 0;
-    uint32_t index = 0, depth = 0;  // `depth` counts operators beyond OPERATORS as well
+    std::deque<Arguments> arguments{Arguments()};
 
-    Thread() : table(1 << 10, {0, NONE}), links(new Link[LINKS]) {
-        open.reserve(OPERATORS);
-        stack.reserve(DEPTH);
+    Thread() : table(1 << 10, {0, NONE}) {
+        auto* room = mmap(nullptr, NODES * sizeof(Node), PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (room == MAP_FAILED) throw std::bad_alloc();
+        nodes = static_cast<Node*>(room);
         add(NONE, 0, 0, ROOT);
     }
-    Node& at(uint32_t index) { return chunks[index / CHUNK][index % CHUNK]; }
+    Node& at(uint32_t index) { return nodes[index]; }
 
     uint32_t add(uint32_t parent, uint32_t name, uint32_t line, Kind kind) {
         uint32_t index = size.load(std::memory_order_relaxed);
-        if (index % CHUNK == 0) chunks.emplace_back(new Node[CHUNK]);
-        Node& node = at(index);
+        Node& node = *new (&nodes[index]) Node;
         node.parent = parent;
         node.name = name;
         node.line = line;
@@ -212,16 +397,20 @@ struct Thread {
         uint32_t guess = above.last == NONE ? NONE : at(above.last).next;
         if (guess != NONE) {
             Node& node = at(guess);
-            if (node.text == text && node.kind == kind && !std::strcmp(spelled[node.name], text)) {
+            if (node.text == text && node.kind == kind && !std::strcmp(node.spelled, text)) {
                 above.last = guess;
                 return guess;
             }
         }
         uint32_t name = name_of(text);
         guess = child(parent, name, 0, kind);
-        at(guess).text = text;
-        if (spelled.size() <= name) spelled.resize(name + 1, "");
-        spelled[name] = names().spelling(name);
+        Node& node = at(guess);
+        if (!node.spelled) {
+            node.spelled = names().spelling(name);
+            node.rule = rule_of(text);
+            fresh = true;
+        }
+        node.text = text;
         return guess;
     }
 
@@ -235,35 +424,75 @@ struct Thread {
         return name;
     }
 
-    uint32_t function_of(PyCodeObject* code) {
-        Function& function = functions[code];
-        bool same = function.code == code && function.file == code->co_filename &&
-                    function.title == code->co_qualname && function.first == code->co_firstlineno;
+    // The node of the line that a frame runs, below `above`. Finding a line takes long in a long function.
+    uint32_t line(uint32_t above, const PyCodeObject* code, const void* instruction) {
+        Place& place = places[(uint64_t(instruction) >> 1) * 0x9E3779B97F4A7C15ull >> 54];
+        bool same = place.instruction == instruction && place.file == code->co_filename &&
+                    place.title == code->co_qualname && place.first == code->co_firstlineno;
         if (!same) {
             auto text = text_of(code->co_filename) + "\t" + text_of(code->co_qualname);
-            function = {code, code->co_filename, code->co_qualname, code->co_firstlineno, names().of(text)};
+            int offset = int((const char*)instruction - (const char*)_PyCode_CODE(code));
+            int number = PyCode_Addr2Line(const_cast<PyCodeObject*>(code), offset);
+            place = {instruction, code->co_filename, code->co_qualname, code->co_firstlineno, names().of(text),
+                     uint32_t(std::max(number, 0))};
         }
-        return function.name;
+        return child(above, place.name, place.line, PYTHON);
+    }
+
+    void link(int64_t sequence, uint32_t node) {
+        if (!links) {
+            links.reset(new std::atomic<uint64_t>[LINKS]);
+            for (uint32_t i = 0; i < LINKS; i++) links[i].store(~0ull, std::memory_order_relaxed);
+        }
+        links[sequence % LINKS].store(uint64_t(sequence) << 32 | node, std::memory_order_release);
+    }
+
+    uint32_t linked(int64_t sequence) const {
+        if (!links) return NONE;
+        uint64_t link = links[sequence % LINKS].load(std::memory_order_acquire);
+        return link >> 32 == (uint64_t(sequence) & ~0u) ? uint32_t(link) : NONE;
     }
 };
 
-std::mutex everybody;
-std::vector<Thread*>& threads() {
+// What follows is changed with `changing` held, which a fork waits for: it may not copy a lock that is held.
+std::mutex changing;
+std::atomic<uint32_t> known{0};
+Thread* everybody[THREADS];
+std::vector<Thread*>& idle() {
     static auto* kept = new std::vector<Thread*>;
     return *kept;
 }
-thread_local Thread* mine = nullptr;
+__attribute__((tls_model("initial-exec"))) thread_local Thread* mine = nullptr;
 
-Thread& here() {
-    if (!mine) {
-        mine = new Thread;  // kept after the thread has ended: its tree is part of the profile
-        mine->torch_thread = at::RecordFunction::currentThreadId();
-        mine->child(0, 0, 0, OVERFLOWN);
-        std::lock_guard<std::mutex> held(everybody);
-        mine->index = uint32_t(threads().size());
-        threads().push_back(mine);
+struct Leaving {  // gives a thread's tree to the next new thread
+    ~Leaving() {
+        std::lock_guard<std::mutex> held(changing);
+        if (mine) idle().push_back(mine);
+        mine = nullptr;
     }
-    return *mine;
+};
+
+Thread* arrive() {
+    static thread_local Leaving leaving;
+    (void)leaving;
+    std::lock_guard<std::mutex> held(changing);
+    if (!idle().empty()) {
+        mine = idle().back();
+        idle().pop_back();
+        mine->depth = mine->level = 0;
+        mine->spans.clear();
+        mine->lasting = false;
+        mine->state = nullptr;
+    } else {
+        if (known == THREADS) return nullptr;
+        mine = new Thread;  // kept after the thread has ended: its tree is part of the profile
+        mine->child(0, 0, 0, OVERFLOWN);
+        mine->index = known;
+        everybody[known] = mine;
+        known++;
+    }
+    mine->torch_thread = at::RecordFunction::currentThreadId();
+    return mine;
 }
 
 // -- Python's frames -------------------------------------------------------------------------------------------------
@@ -302,116 +531,175 @@ uint32_t collect(Thread& own, const _PyInterpreterFrame* until, Frames& found) {
     return count;
 }
 
-uint32_t line_node(Thread& own, uint32_t above, const _PyInterpreterFrame* frame) {
-    PyCodeObject* code = code_of(frame);
-    int line = PyCode_Addr2Line(code, int((const char*)frame->prev_instr - (const char*)_PyCode_CODE(code)));
-    return own.child(above, own.function_of(code), uint32_t(std::max(line, 0)), PYTHON);
-}
-
 // The node of the Python line that runs in this thread, with all that called it.
 uint32_t whole_path(Thread& own) {
     Frames found;
-    uint32_t count = collect(own, nullptr, found), depth = std::min(count, DEPTH), node = 0;
-    bool same = true;
-    for (uint32_t level = 0; level < depth; level++) {
+    uint32_t count = collect(own, nullptr, found), depth = std::min(count, DEPTH), node = 0, level = 0;
+    for (; level < std::min(depth, own.level); level++) {
         auto* frame = found[(count - 1 - level) % DEPTH];
-        if (same && level < own.stack.size() && own.stack[level].code == code_of(frame) &&
-            own.stack[level].instruction == frame->prev_instr) {
-            own.stack[level].frame = frame;
-            node = own.stack[level].node;
-            continue;
-        }
-        if (same) own.stack.resize(level);
-        same = false;
-        node = line_node(own, node, frame);
-        own.stack.push_back({frame, code_of(frame), frame->prev_instr, node});
+        Frame& then = own.stack[level];
+        if (then.instruction != frame->prev_instr || then.code != code_of(frame)) break;
+        then.frame = frame;
+        node = then.node;
     }
-    if (same) own.stack.resize(depth);
+    for (; level < depth; level++) {
+        auto* frame = found[(count - 1 - level) % DEPTH];
+        node = own.line(node, code_of(frame), frame->prev_instr);
+        own.stack[level] = {frame, code_of(frame), frame->prev_instr, node};
+    }
+    own.level = depth;
     return node;
 }
 
 // The same below an operator that runs: only what it has called.
 uint32_t path_below(Thread& own, const Open& above) {
     Frames found;
-    uint32_t count = collect(own, above.stack ? nullptr : above.frame, found), depth = std::min(count, DEPTH);
+    uint32_t count = collect(own, above.span ? nullptr : above.frame, found), depth = std::min(count, DEPTH);
     uint32_t level = 0, node = above.node;
-    if (above.stack)  // what ran when the span began, up to the function that has gone on since
-        for (; level < std::min<size_t>(depth, above.stack->size()); level++) {
+    if (above.span) {  // what ran when the span began, up to the function that has gone on since
+        auto& stack = own.spans.back().frames;
+        for (; level < std::min<size_t>(depth, stack.size()); level++) {
             auto* frame = found[(count - 1 - level) % DEPTH];
-            const Frame& then = (*above.stack)[level];
+            const Frame& then = stack[level];
             if (then.frame != frame || then.code != code_of(frame) || then.instruction != frame->prev_instr) break;
         }
-    for (; level < depth; level++) node = line_node(own, node, found[(count - 1 - level) % DEPTH]);
+    }
+    for (; level < depth; level++) {
+        auto* frame = found[(count - 1 - level) % DEPTH];
+        node = own.line(node, code_of(frame), frame->prev_instr);
+    }
     return node;
 }
 
 // -- what torch calls ------------------------------------------------------------------------------------------------
 
-std::atomic<bool> with_frames{true};
+std::atomic<bool> with_frames{true}, forked{false}, looking{false}, at_random{false};
+std::atomic<int64_t> looks{0};
+at::CallbackHandle recorder = 0, looker = 0;
+bool running = false, paused = false;
+uint64_t torch_cost = 0;  // ticks that torch takes to call us, an operator
+
+void look_at_next(int64_t calls, bool drawn) {
+    at_random = drawn;
+    looks = calls;
+    if (looking) return;
+    std::lock_guard<std::mutex> held(changing);
+    if (!running || paused || looking) return;
+    looking = true;
+    at::reenableCallback(looker);
+}
+
+void look_no_more() {
+    std::lock_guard<std::mutex> held(changing);
+    if (!running || paused || !looking) return;
+    looking = false;
+    at::disableCallback(looker);
+}
+
+// Rare; the first of what follows is as likely to be one operator as another.
+void draw(Thread& own) {
+    own.random ^= own.random << 13;
+    own.random ^= own.random >> 7;
+    own.random ^= own.random << 17;
+    own.burst = own.events + 1 + own.random % (2 * BETWEEN);
+    if (!looking) look_at_next(BURST, true);
+}
+
+uint32_t forward_link(Thread& own, uint32_t node, uint64_t torch_thread, int64_t sequence) {
+    if (!own.forward || own.forward->torch_thread != torch_thread) {
+        own.forward = nullptr;
+        for (uint32_t i = 0; i < known && !own.forward; i++)
+            if (everybody[i]->torch_thread == torch_thread) own.forward = everybody[i];
+    }
+    uint32_t target = own.forward ? own.forward->linked(sequence) : NONE;
+    return target == NONE ? node : own.child(node, own.forward->index, target, LINK);
+}
+
+void remember_stack(Thread& own, uint32_t level) {
+    Frames found;
+    uint32_t count = collect(own, nullptr, found);
+    own.spans.push_back({level, {}});
+    for (uint32_t i = 0; i < std::min(count, DEPTH); i++) {
+        auto* each = found[(count - 1 - i) % DEPTH];
+        own.spans.back().frames.push_back({each, code_of(each), each->prev_instr, 0});
+    }
+}
+
+// The moving average of ticks, in 256ths; what took long was interrupted.
+void average(uint64_t& mean, uint64_t ticks) {
+    mean += (int64_t(std::min<uint64_t>(ticks, 1 << 14) << 8) - int64_t(mean)) / 16;
+}
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
-    uint64_t entered = now();
-    Thread& own = here();
-    own.depth++;
-    if (own.open.size() >= OPERATORS) return nullptr;
+    if (__builtin_expect(forked, 0)) return nullptr;
+    if (__builtin_expect(!mine, 0) && !arrive()) return nullptr;
+    Thread& own = *mine;
+    if (own.depth >= OPERATORS) {
+        own.depth++;
+        return nullptr;
+    }
+    bool measured = !(own.events & 31);  // what it takes to record an operator is measured at some
+    uint64_t entered = measured ? now() : 0;
+    const Open* above = own.depth ? &own.open[own.depth - 1] : nullptr;
     const _PyInterpreterFrame* frame = nullptr;
-    bool outermost = own.open.empty();
-    uint32_t node = outermost ? 0 : own.open.back().node;
+    uint32_t node = above ? above->node : 0;
     if (with_frames.load(std::memory_order_relaxed)) {
-        if (!own.state) own.state = PyGILState_GetThisThreadState();
+        // A thread that is not Python's own may get another state each time that it runs Python.
+        if (!own.lasting) own.state = PyGILState_GetThisThreadState();
         frame = own.state ? newest_frame(own.state) : nullptr;
-        if (frame && outermost) node = whole_path(own);
-        else if (frame && (own.open.back().stack || frame != own.open.back().frame)) node = path_below(own, own.open.back());
+        if (frame && !above) node = whole_path(own);
+        else if (frame && (above->span || frame != above->frame)) node = path_below(own, *above);
     }
     auto scope = fn.scope();
     int64_t sequence = fn.seqNr();
     Kind kind = OPERATOR;
-    if (scope == at::RecordScope::USER_SCOPE) kind = SPAN;
-    if (scope == at::RecordScope::BACKWARD_FUNCTION) {
-        kind = BACKWARD;
-        if (sequence >= 0) {
-            std::lock_guard<std::mutex> held(everybody);  // once a backward function, of which there are few
-            for (Thread* other : threads()) {
-                if (other->torch_thread != fn.forwardThreadId()) continue;
-                const Link& link = other->links[sequence % LINKS];
-                if (link.sequence == sequence) node = own.child(node, other->index, link.node, LINK);
-                break;
-            }
-        }
+    if (scope != at::RecordScope::FUNCTION) {
+        kind = scope == at::RecordScope::USER_SCOPE ? SPAN : BACKWARD;
+        if (kind == BACKWARD && sequence >= 0) node = forward_link(own, node, fn.forwardThreadId(), sequence);
     }
     node = own.operation(node, fn.name(), kind);
+    Open& open = own.open[own.depth++];
+    open.call = &fn;
+    open.frame = frame;
+    open.node = node;
+    open.within = open.counted = 0;
+    open.span = open.graphs = false;
+    open.sequence = above ? above->sequence : -1;
     if (kind == OPERATOR && sequence >= 0) {
-        Link& link = own.links[sequence % LINKS];
         // Of nested operators with one number the outermost is what the program called.
-        bool nested = link.sequence == sequence && own.open.size() &&
-                      std::any_of(own.open.begin(), own.open.end(), [&](Open& o) { return o.node == link.node; });
-        if (!nested) link = {sequence, node};
-    }
-    uint64_t left = now();
-    own.own += left - entered;
-    own.open.push_back({node, frame, left, own.own, 0, nullptr});
-    if (kind == SPAN && frame) {
-        Frames found;
-        uint32_t count = collect(own, nullptr, found);
-        auto stack = std::make_unique<std::vector<Frame>>();
-        for (uint32_t level = 0; level < std::min(count, DEPTH); level++) {
-            auto* each = found[(count - 1 - level) % DEPTH];
-            stack->push_back({each, code_of(each), each->prev_instr, 0});
+        if (open.sequence != sequence) own.link(sequence, node);
+        open.sequence = sequence;
+        open.graphs = true;
+    } else if (kind != OPERATOR) {
+        open.sequence = -1;
+        if (kind == SPAN && frame) {
+            remember_stack(own, own.depth);
+            open.span = true;
         }
-        own.open.back().stack = std::move(stack);
     }
+    if (__builtin_expect(own.fresh, 0)) {
+        own.fresh = false;
+        look_at_next(LOOKS, false);
+    }
+    if (__builtin_expect(own.events >= own.burst, 0)) draw(own);
+    open.paid = own.paid;
+    open.begun = now();
+    if (measured) average(own.cost[!above], open.begun - entered);
     return nullptr;
 }
 
-void end(const at::RecordFunction&, at::ObserverContext*) {
-    uint64_t entered = now();
-    if (!mine || mine->depth == 0) return;  // it began before we did
-    Thread& own = *mine;
-    if (own.depth-- > OPERATORS) return;
-    Open done = std::move(own.open.back());
-    own.open.pop_back();
-    uint64_t ticks = entered - done.begun, paid = own.own - done.own;
+// What began at `place` has ended, at `entered`, perhaps before what it contains (spans may overlap).
+void finish(Thread& own, uint32_t place, uint64_t entered) {
+    Open& done = own.open[place];
+    uint64_t ticks = entered - done.begun, paid = own.paid - done.paid;
     ticks = ticks > paid ? ticks - paid : 0;  // without the time that recording what ran within has taken
+    if (__builtin_expect(place + 1 < own.depth, 0)) {
+        Open& child = own.open[place + 1];
+        uint64_t so_far = std::min(entered - child.begun, ticks) - child.counted;
+        child.counted += so_far;
+        done.within += so_far;
+    }
+    ticks = std::max(ticks, done.within);
     Node& node = own.at(done.node);
     node.count++;
     node.inclusive += ticks;
@@ -419,12 +707,137 @@ void end(const at::RecordFunction&, at::ObserverContext*) {
     node.least = std::min(node.least, ticks);
     node.most = std::max(node.most, ticks);
     node.squares += double(ticks) * double(ticks);
-    if (!own.open.empty()) own.open.back().within += ticks;
-    own.own += now() - entered;
+    if (done.graphs && int64_t(at::sequence_number::peek()) > done.sequence) node.graphed++;
+    if (place) own.open[place - 1].within += ticks - std::min(done.counted, ticks);
+    if (done.span)
+        own.spans.erase(std::find_if(own.spans.begin(), own.spans.end(), [&](Stack& s) { return s.level == place + 1; }));
+    own.depth--;
+    for (uint32_t i = place; i < own.depth; i++) own.open[i] = own.open[i + 1];
+    if (__builtin_expect(place < own.depth, 0))
+        for (auto& stack : own.spans) stack.level -= stack.level > place;
 }
 
-at::CallbackHandle handle = 0;
-bool running = false;
+void end(const at::RecordFunction& fn, at::ObserverContext*) {
+    uint64_t entered = now();
+    if (!mine || !mine->depth) return;  // it began before we did
+    Thread& own = *mine;
+    if (own.depth > OPERATORS) {
+        own.depth--;
+        return;
+    }
+    uint32_t place = own.depth - 1;
+    while (own.open[place].call != &fn)
+        if (!place--) return;  // in another thread
+    bool measured = !(own.events & 31);
+    finish(own, place, entered);
+    bool outermost = !own.depth;
+    own.paid += ((own.cost[outermost] + own.cost[2 + outermost]) >> 8) + torch_cost;
+    own.events++;
+    if (measured) average(own.cost[2 + outermost], now() - entered);
+}
+
+std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& fn) {
+    if (looks.fetch_sub(1, std::memory_order_relaxed) <= 1) look_no_more();
+    if (!mine || !mine->depth || mine->depth > OPERATORS || forked) return nullptr;
+    Thread& own = *mine;
+    Open& open = own.open[own.depth - 1];
+    Node& node = own.at(open.node);
+    if (open.call != &fn || node.kind != OPERATOR) return nullptr;
+    uint64_t entered = now();
+    auto looked = std::make_unique<Looked>();
+    try {
+        if (!node.arguments) {
+            node.arguments = uint32_t(own.arguments.size());
+            own.arguments.emplace_back();
+        }
+        looked->node = open.node;
+        looked->drawn = at_random;
+        looked->described = !own.arguments[node.arguments].text;
+        looked->in_place = node.spelled[std::strlen(node.spelled) - 1] == '_';
+        looked->values(fn.inputs(), false);
+        bool nested = false;
+        for (uint32_t i = 0; i + 1 < own.depth; i++) nested |= own.at(own.open[i].node).rule != UNKNOWN;
+        if (node.rule && !nested) looked->flops = flops_of(Rule(node.rule), fn.inputs(), looked->by_output);
+    } catch (...) {  // of a tensor that has no sizes
+        looked = nullptr;
+    }
+    uint64_t left = now();
+    own.paid += left - entered;
+    open.paid = own.paid;
+    open.begun = left;
+    return looked;
+}
+
+void looked_at(const at::RecordFunction& fn, at::ObserverContext* context) {
+    if (!context || !mine || forked) return;
+    Thread& own = *mine;
+    uint64_t entered = now();
+    auto& looked = static_cast<Looked&>(*context);
+    try {
+        if (looked.described) looked.text += " -> ";
+        looked.shown = 3;
+        auto& outputs = fn.outputs();
+        if (looked.by_output) {
+            bool fits = outputs.size() && outputs[0].isTensor() && outputs[0].toTensor().defined();
+            looked.flops *= fits ? double(outputs[0].toTensor().numel()) : 0;
+        }
+        looked.values(Values(outputs.data(), outputs.size()), true);
+        if (looked.viewed) looked.bytes = 0;
+        Arguments& kept = own.arguments[own.at(looked.node).arguments];
+        (looked.drawn ? kept.drawn : kept.looked)++;
+        (looked.drawn ? kept.drawn_bytes : kept.looked_bytes) += looked.bytes;
+        (looked.drawn ? kept.drawn_flops : kept.looked_flops) += looked.flops;
+        if (!kept.text && looked.described) kept.text = names().of(looked.text);
+        auto* end = kept.hashes + kept.variants;
+        if (kept.variants < VARIANTS && std::find(kept.hashes, end, looked.hash) == end)
+            kept.hashes[kept.variants++] = looked.hash;
+    } catch (...) {  // of a tensor that has no sizes
+    }
+    own.paid += now() - entered;
+}
+
+std::unique_ptr<at::ObserverContext> nothing(const at::RecordFunction&) { return nullptr; }
+void nothing_ends(const at::RecordFunction&, at::ObserverContext*) {}
+
+// What torch takes to call somebody: the best of some rounds.
+uint64_t calling_cost() {
+    uint64_t best[2] = {~0ull, ~0ull};
+    for (int round = 0; round < 10; round++) {
+        at::CallbackHandle some = round % 2 ? at::addGlobalCallback(at::RecordFunctionCallback(nothing, nothing_ends)) : 0;
+        uint64_t entered = now();
+        for (int i = 0; i < 100; i++) {
+            at::RecordFunction guard(at::RecordScope::FUNCTION);
+            if (guard.isActive()) guard.before("aten::none", -1);
+        }
+        best[round % 2] = std::min(best[round % 2], now() - entered);
+        if (some) at::removeCallback(some);
+    }
+    return best[1] > best[0] ? (best[1] - best[0]) / 100 : 0;
+}
+
+void hold_over_fork() {
+    changing.lock();
+    names().lock.lock();
+}
+void release_in_parent() {
+    names().lock.unlock();
+    changing.unlock();
+}
+void forget_in_child() {
+    names().lock.unlock();
+    changing.unlock();
+    if (running) forked = true;  // until a profile of its own is begun
+    if (mine) mine->depth = 0;
+}
+
+void remove_callbacks() {
+    for (auto* each : {&recorder, &looker}) {
+        if (*each) at::removeCallback(*each);
+        *each = 0;
+    }
+    looking = running = paused = false;
+}
+
 uint64_t ticks_at_start = 0;
 std::chrono::steady_clock::time_point time_at_start;
 
@@ -434,26 +847,52 @@ std::chrono::steady_clock::time_point time_at_start;
 
 extern "C" {
 
-// Begin, or go on, to record; `probability` below 1 records that share of operators.
-int callpaths_start(double probability, int frames) {
+// Begin, or go on, to record. Not 0: a profile is being recorded.
+int callpaths_start(int frames) {
+    if (forked) {  // of what a parent recorded nothing is of this process
+        std::lock_guard<std::mutex> held(changing);
+        remove_callbacks();
+        forked = false;
+    }
     if (running) return 1;
-    with_frames = frames;
     if (!ticks_at_start) {
+        pthread_atfork(hold_over_fork, release_in_parent, forget_in_child);
         ticks_at_start = now();
         time_at_start = std::chrono::steady_clock::now();
+        torch_cost = calling_cost();
     }
-    auto callback = at::RecordFunctionCallback(begin, end).scopes(
-        {at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION, at::RecordScope::USER_SCOPE});
-    if (probability < 1) callback.samplingProb(probability);
-    handle = at::addGlobalCallback(callback);
-    running = true;
+    if (!mine && !arrive()) return 1;
+    mine->state = PyGILState_GetThisThreadState();
+    mine->lasting = true;
+    if (mine->state) mine->ident = mine->state->thread_id;
+    std::lock_guard<std::mutex> held(changing);
+    with_frames = frames;
+    looks = LOOKS;
+    at_random = false;
+    looking = running = true;
+    using enum at::RecordScope;
+    recorder = at::addGlobalCallback(
+        at::RecordFunctionCallback(begin, end).scopes({FUNCTION, BACKWARD_FUNCTION, USER_SCOPE}));
+    looker = at::addGlobalCallback(
+        at::RecordFunctionCallback(look, looked_at).scopes({FUNCTION}).needsInputs(true).needsOutputs(true));
     return 0;
 }
 
 int callpaths_stop() {
+    std::lock_guard<std::mutex> held(changing);
     if (!running) return 1;
-    at::removeCallback(handle);
-    running = false;
+    remove_callbacks();
+    return 0;
+}
+
+// Record nothing until this is called with 0; what runs is recorded to its end.
+int callpaths_pause(int pause) {
+    std::lock_guard<std::mutex> held(changing);
+    if (!running || forked || paused == bool(pause)) return 1;
+    paused = pause;
+    auto change = pause ? at::disableCallback : at::reenableCallback;
+    change(recorder);
+    if (looking) change(looker);
     return 0;
 }
 
@@ -464,45 +903,46 @@ double callpaths_nanoseconds() {
     return ticks > 0 ? passed.count() / ticks : 1;
 }
 
-uint32_t callpaths_threads() {
-    std::lock_guard<std::mutex> held(everybody);
-    return uint32_t(threads().size());
-}
+uint32_t callpaths_threads() { return known; }
 
-uint32_t callpaths_size(uint32_t thread) { return threads()[thread]->size.load(std::memory_order_acquire); }
+uint32_t callpaths_size(uint32_t thread) { return everybody[thread]->size.load(std::memory_order_acquire); }
 
-// The first `size` nodes of a thread: integers (parent, name, line, kind) and (count, inclusive, within, least, most).
-void callpaths_read(uint32_t thread, uint32_t size, uint32_t* places, uint64_t* numbers, double* squares) {
-    Thread& own = *threads()[thread];
+// The first `size` nodes of a thread: integers (parent, name, line, kind, arguments, variants), (count, inclusive,
+// within, least, most, graphed), and numbers (squares, bytes a call, FLOP a call).
+void callpaths_read(uint32_t thread, uint32_t size, uint32_t* places, uint64_t* numbers, double* means) {
+    Thread& own = *everybody[thread];
     for (uint32_t i = 0; i < size; i++) {
         const Node& node = own.at(i);
-        uint32_t place[] = {node.parent, node.name, node.line, node.kind};
-        uint64_t number[] = {node.count, node.inclusive, node.within, node.least, node.most};
-        std::copy_n(place, 4, places + 4 * i);
-        std::copy_n(number, 5, numbers + 5 * i);
-        squares[i] = node.squares;
+        const Arguments& seen = own.arguments[node.arguments];
+        bool drawn = seen.drawn >= ENOUGH;
+        double calls = std::max<double>(1, drawn ? seen.drawn : seen.drawn + seen.looked);
+        double bytes = seen.drawn_bytes + (drawn ? 0 : seen.looked_bytes);
+        double flops = seen.drawn_flops + (drawn ? 0 : seen.looked_flops);
+        uint32_t place[] = {node.parent, node.name, node.line, node.kind, seen.text, seen.variants};
+        uint64_t number[] = {node.count, node.inclusive, node.within, node.least, node.most, node.graphed};
+        double mean[] = {node.squares, bytes / calls, flops / calls};
+        std::copy_n(place, 6, places + 6 * i);
+        std::copy_n(number, 6, numbers + 6 * i);
+        std::copy_n(mean, 3, means + 3 * i);
     }
 }
 
-// (ticks spent in recording, paths that found no room) of a thread.
+// (ticks spent in recording, paths that found no room, operators) of a thread.
 void callpaths_cost(uint32_t thread, uint64_t* cost) {
-    cost[0] = threads()[thread]->own;
-    cost[1] = threads()[thread]->lost;
+    cost[0] = everybody[thread]->paid;
+    cost[1] = everybody[thread]->lost;
+    cost[2] = everybody[thread]->events;
 }
 
-// How many operators run now in the thread that Python knows as `ident`.
+// How many operators run now in the thread that Python knows as `ident` and that began a profile.
 uint32_t callpaths_inside(uint64_t ident) {
-    std::lock_guard<std::mutex> held(everybody);
-    for (Thread* each : threads())
-        if (each->state && each->state->thread_id == ident) return each->depth;
+    for (uint32_t i = 0; i < known; i++)
+        if (everybody[i]->lasting && everybody[i]->ident == ident) return everybody[i]->depth;
     return 0;
 }
 
-// Python's ident of a thread that runs Python, and 0 of one that does not.
-uint64_t callpaths_ident(uint32_t thread) {
-    PyThreadState* state = threads()[thread]->state;
-    return state ? state->thread_id : 0;
-}
+// Python's ident of a thread that began a profile, and 0 of another.
+uint64_t callpaths_ident(uint32_t thread) { return everybody[thread]->lasting ? everybody[thread]->ident : 0; }
 
 uint32_t callpaths_names() {
     std::lock_guard<std::mutex> held(names().lock);

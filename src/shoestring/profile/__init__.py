@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,15 +43,17 @@ def profiled(path: Path | str | None = None, inside: Sequence[str] = ()) -> Iter
     from shoestring.profile.lines import sources_of
 
     result, collector = ProfileResult(), Collector()
+    process = os.getpid()
     collector.start()
     try:
         yield result
     finally:
-        profile = collector.stop().profile()
-        facts = replace(profile.facts, inside=list(inside))
-        result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
-        if path is not None:
-            result.profile.save(Path(path))
+        if os.getpid() == process:  # a fork that ends in here has nothing to say
+            profile = collector.stop().profile()
+            facts = replace(profile.facts, inside=list(inside))
+            result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
+            if path is not None:
+                result.profile.save(Path(path))
 
 
 def load(path: Path | str) -> Profile:

@@ -33,7 +33,7 @@ Path = tuple[tuple[str, int], ...]
 @cache
 def _library() -> Any:
     library = native.load("callpaths")
-    library.callpaths_start.argtypes = [ctypes.c_double, ctypes.c_int]
+    library.callpaths_start.argtypes = [ctypes.c_int]
     library.callpaths_nanoseconds.restype = ctypes.c_double
     library.callpaths_inside.argtypes = [ctypes.c_uint64]
     library.callpaths_ident.restype = library.callpaths_name.restype = ctypes.c_uint64
@@ -108,7 +108,7 @@ class Collector:
     def start(self) -> None:
         """Begin to record."""
         library = _library()
-        if library.callpaths_start(1.0, int(self.frames)):
+        if library.callpaths_start(int(self.frames)):
             raise RuntimeError("a profile is being recorded in this process already")
         self.before = [_read(library, thread) for thread in range(library.callpaths_threads())]
         self.ident = threading.get_ident()
@@ -134,11 +134,11 @@ class Collector:
         for data, own in zip(after, places, strict=True):
             data.link(builder, own, places, names, tick)
         mine = next((data for data in after if data.ident == self.ident), None)
-        overhead = mine.cost * tick / 1e9 if mine else 0.0
+        overhead = int(mine.cost[0]) * tick / 1e9 if mine else 0.0
         if self.sampler is not None:
             outside = seconds * 1e9 - overhead * 1e9 - (mine.outermost * tick if mine else 0.0)
             _share_out(builder, self.sampler.seen, max(outside, 0.0))
-        return Recorded(builder.build(), seconds, overhead, sum(data.lost for data in after))
+        return Recorded(builder.build(), seconds, overhead, sum(int(data.cost[1]) for data in after))
 
 
 @dataclass
@@ -146,27 +146,26 @@ class _ThreadData:
     """A thread's tree as the native collector has it."""
 
     places: np.ndarray
-    """(N, 4): parent, name, line, kind."""
+    """(N, 6): parent, name, line, kind, arguments, variants."""
     numbers: np.ndarray
-    """(N, 5): count, inclusive, within, least, most, in ticks."""
-    squares: np.ndarray
+    """(N, 6): count, inclusive, within, least, most, graphed; times in ticks."""
+    means: np.ndarray
+    """(N, 3): squares of all calls; bytes and floating-point operations of a call."""
     ident: int
-    cost: int
-    lost: int
+    cost: np.ndarray
+    """(3): ticks that recording took, calls that found no room, and calls."""
 
     @property
     def outermost(self) -> int:
         """Ticks of operators that no other contains."""
-        own = self.numbers[:, 1].astype(np.int64) - self.numbers[:, 2].astype(np.int64)
-        return int(own.sum())
+        return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: _ThreadData) -> None:
         """Leave out what was recorded before; least and most stay those of all time."""
         size = len(earlier.numbers)
-        self.numbers[:size, :3] -= earlier.numbers[:, :3]
-        self.squares[:size] -= earlier.squares
-        self.cost -= earlier.cost
-        self.lost -= earlier.lost
+        self.numbers[:size, _SUMMED] -= earlier.numbers[:, _SUMMED]
+        self.means[:size, 0] -= earlier.means[:, 0]
+        self.cost = self.cost - earlier.cost
 
     def graft(self, builder: TreeBuilder, names: Sequence[str], tick: float) -> dict[int, int]:
         """Add all nodes that are not below a link; where those are that were called."""
@@ -182,7 +181,7 @@ class _ThreadData:
     ) -> None:
         """Add the nodes below links, now that all that they may point to is there."""
         for node in range(1, len(self.places)):
-            parent, thread, target, kind = (int(value) for value in self.places[node])
+            parent, thread, target, kind = (int(value) for value in self.places[node, :4])
             if kind == NodeKind.LINK and parent in own:
                 forward = all_places[thread].get(target, -1) if thread < len(all_places) else -1
                 own[node] = builder.node(own[parent], NodeKind.LINK, "", 0, forward)
@@ -193,11 +192,12 @@ class _ThreadData:
     ) -> dict[int, int]:
         active = _with_calls(self.places[:, 0], self.numbers[:, 0])
         for node in nodes:
-            parent, name, line, kind = (int(value) for value in self.places[node])
+            parent, name, line, kind, arguments, variants = (int(value) for value in self.places[node])
             if kind == NodeKind.LINK or parent not in own or not active[node]:
                 continue
             own[node] = builder.node(own[parent], kind, names[name], line)
-            count, inclusive, within, least, most = (int(value) for value in self.numbers[node])
+            count, inclusive, within, least, most, graphed = (int(value) for value in self.numbers[node])
+            squares, nbytes, flops = self.means[node].tolist()
             if count:
                 builder.add(
                     own[node],
@@ -205,9 +205,18 @@ class _ThreadData:
                     own=round((inclusive - within) * tick),
                     least=round(least * tick),
                     most=round(most * tick),
-                    squares=float(self.squares[node]) * tick * tick,
+                    squares=squares * tick * tick,
+                    graphed=graphed,
+                    bytes=round(nbytes * count),
+                    flops=round(flops * count),
+                    inputs=names[arguments],
+                    variants=variants,
                 )
         return own
+
+
+_SUMMED = [0, 1, 2, 5]
+"""Columns of `_ThreadData.numbers` that add up over calls."""
 
 
 def _with_calls(parent: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -221,12 +230,16 @@ def _with_calls(parent: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def _read(library: Any, thread: int) -> _ThreadData:
     size = library.callpaths_size(thread)
-    places, numbers = np.zeros((size, 4), np.uint32), np.zeros((size, 5), np.uint64)
-    squares, cost = np.zeros(size), np.zeros(2, np.uint64)
-    library.callpaths_read(thread, size, *(each.ctypes.data for each in (places, numbers, squares)))
+    places, numbers = np.zeros((size, 6), np.uint32), np.zeros((size, 6), np.uint64)
+    means, cost = np.zeros((size, 3)), np.zeros(3, np.uint64)
+    library.callpaths_read(thread, size, *(each.ctypes.data for each in (places, numbers, means)))
     library.callpaths_cost(thread, cost.ctypes.data)
     return _ThreadData(
-        places.astype(np.int64), numbers.astype(np.int64), squares, library.callpaths_ident(thread), *map(int, cost)
+        places.astype(np.int64),
+        numbers.astype(np.int64),
+        means,
+        library.callpaths_ident(thread),
+        cost.astype(np.int64),
     )
 
 
