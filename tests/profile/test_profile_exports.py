@@ -57,7 +57,7 @@ def test_speedscope_gets_a_stack_for_each_path_and_a_profile_for_each_rank():
     document = json.loads(export("speedscope", merged([small(), small(scale=2)])))
     assert document["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = document["shared"]["frames"]
-    assert {"name": "main", "file": "/a/train.py", "line": 5} in frames
+    assert {"name": "main:5", "file": "/a/train.py", "line": 5} in frames
     totals = []
     for each in document["profiles"]:
         assert each["type"] == "sampled" and each["unit"] == "nanoseconds"
@@ -67,7 +67,7 @@ def test_speedscope_gets_a_stack_for_each_path_and_a_profile_for_each_rank():
         totals.append((each["name"], each["endValue"]))
     assert totals == [("rank 0", 95 * MILLION), ("rank 1", 190 * MILLION)]
     deepest = max(document["profiles"][0]["samples"], key=len)
-    names = ["<module>", "main", "Module._call_impl", "aten::linear", "aten::mm"]
+    names = ["<module>:10", "main:5", "Module._call_impl:1700", "aten::linear", "aten::mm"]
     assert [frames[frame]["name"] for frame in deepest] == names
 
 

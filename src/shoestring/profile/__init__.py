@@ -5,14 +5,81 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Reduction, Seam, Table
 
 if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
     from shoestring.profile.recording import Profile
 
-__all__ = ["ProfileResult", "load", "profiled"]
+__all__ = ["CallPaths", "ProfileResult", "load", "profiled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPaths(Feature):
+    """Profile some steps of training: where their time goes, line by line, as a file and a page in the run's folder."""
+
+    after: int = 10
+    """Number of steps before the first one that is profiled; the first steps of a run are slower than those after."""
+    steps: int = 50
+    """Number of steps to profile; 0 profiles all until training ends. More steps give truer means, and cost time, but
+    no memory."""
+    inside: tuple[str, ...] = ("shoestring",)
+    """Names of installed packages whose lines count as the program's own, so that their time is shown line by line."""
+    folder: str = "."
+    """Folder for profile.npz and profile.html; in a run it lies in the run's folder."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def placed(self, folder: Path) -> Self:
+        return replace(self, folder=str(folder / self.folder))
+
+    def check(self, job: Job) -> None:
+        for name in ("after", "steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.profile.window import watch
+
+        watch(job, self)
+
+    def explain(self, job: Job) -> str:
+        last = f"to {self.after + self.steps}" if self.steps else "to the last one"
+        return f"steps {self.after + 1} {last}; losses and weights are the same bits with it"
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        if not trace.facts.get("profiled_seconds"):
+            return None
+        seconds, steps = trace.facts["profiled_seconds"], int(trace.facts["profiled_steps"])
+        cost = f"{trace.facts['profile_overhead'] / seconds:.1%} of the time of {steps} steps"
+        return Reduction(
+            unit="seconds that no line accounts for",
+            used=trace.facts["profile_unknown"],
+            without=seconds,
+            measured=True,
+            cost=cost,
+        )
+
+    def report_items(self, trace: Trace) -> Sequence[Table]:
+        lines = [
+            (key.removeprefix(LINE_FACT), seconds) for key, seconds in trace.facts.items() if key.startswith(LINE_FACT)
+        ]
+        total = trace.facts.get("profiled_seconds", 0.0)
+        rows = tuple((line, f"{seconds / total:.1%}", seconds) for line, seconds in lines)
+        note = f"Of {trace.facts.get('profiled_steps', 0):.0f} steps on all ranks; profile.html has all of it."
+        head = ("Line", "Share", "Seconds")
+        return [Table(title="Lines that take the time", head=head, rows=rows, note=note)] if rows else []
+
+
+CallPaths.neutral = CallPaths(after=1, steps=3)  # any is
+LINE_FACT = "line "
+"""Before the place of a line, in the trace's facts: its seconds."""
 
 
 class ProfileResult:

@@ -46,12 +46,10 @@ class _Frames:
         self.known: dict[tuple[str, str, int], int] = {}
         self.of_node = []
         for node in range(len(tree)):
-            name, file, line = tree.names[tree.name[node]], "", 0
+            name, file, line = tree.label(node), "", 0
             if tree.kind[node] == NodeKind.PYTHON:
                 file, line = tree.place(node)
-                name = name.partition("\t")[2]
-            else:
-                name = tree.label(node)
+                name = tree.names[tree.name[node]].partition("\t")[2]
             self.of_node.append(self.known.setdefault((name, file, line), len(self.known)))
 
 
@@ -74,8 +72,8 @@ def speedscope(profile: Profile) -> bytes:
             }
         )
     listed = [
-        {"name": name} | ({"file": file} if file else {}) | ({"line": line} if line else {})
-        for name, file, line in frames.known
+        {"name": f"{name}:{line}", "file": file, "line": line} if file and line > 0 else {"name": name}
+        for name, file, line in frames.known  # a frame of speedscope is known by its name
     ]
     document = {"$schema": _SCHEMA, "shared": {"frames": listed}, "profiles": profiles, "exporter": "shoestring"}
     return json.dumps(document, separators=(",", ":")).encode()

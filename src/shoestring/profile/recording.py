@@ -113,6 +113,10 @@ class Profile:
         Raises:
             OSError: the disk.
         """
+        write_atomic(path, self.content())
+
+    def content(self) -> bytes:
+        """The bytes of the file."""
         arrays: dict[str, Any] = {
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
@@ -126,7 +130,7 @@ class Profile:
         arrays["head"] = _bytes(json.dumps(head))
         room = io.BytesIO()
         np.savez_compressed(room, **arrays)
-        write_atomic(path, room.getvalue())
+        return room.getvalue()
 
 
 def load(path: Path) -> Profile:
@@ -136,10 +140,27 @@ def load(path: Path) -> Profile:
         DataError: there is none, or it is damaged, foreign, or of a newer version.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        return read(path.read_bytes(), str(path))
+    except FileNotFoundError as error:
+        raise DataError(f"there is no profile {path}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read(content: bytes, path: str) -> Profile:
+    """The profile in the bytes of a file.
+
+    Args:
+        path: what the file is called, for errors.
+
+    Raises:
+        DataError: they are damaged, foreign, or of a newer version.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if any(entry.file_size > LARGEST for entry in archive.infolist()):
                 raise DataError(f"{path} is larger than any profile")
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             head = json.loads(arrays["head"].tobytes())
             if head["format"] != FORMAT:
                 raise DataError(f"{path} is no profile of shoestring")
@@ -153,8 +174,6 @@ def load(path: Path) -> Profile:
         if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
             raise DataError(f"{path}: its names are no list of texts")
         return Profile(CallTree(names=names, **own), _facts(head["facts"]), sources, ranks)
-    except FileNotFoundError as error:
-        raise DataError(f"there is no profile {path}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
         raise DataError(f"{path} is not a profile, or damaged: {error}") from error
 

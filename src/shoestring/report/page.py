@@ -58,6 +58,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
             sections.samples(run),
             sections.starts(run),
             sections.notes(run),
+            sections.pages(run),
             sections.documents(run),
         ]
     )

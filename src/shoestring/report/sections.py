@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import quote
 
 from shoestring.report import digest, figures, history_file
 from shoestring.report.markup import Markup, join, tag
@@ -293,6 +294,13 @@ def notes(run: RunFolder) -> Markup:
     lines = [str(note) for note in given] if isinstance(given, list) else []
     lines += run.problems
     return _section("Notes", tag("ul", *(tag("li", line) for line in lines))) if lines else Markup()
+
+
+def pages(run: RunFolder) -> Markup:
+    """Links to the other pages that features wrote to the run's folder."""
+    names = sorted(path.name for path in run.path.glob("*.html") if path.name != "report.html")
+    links = [tag("li", tag("a", name, href=quote(name))) for name in names]
+    return _section("Other pages of this run", tag("ul", *links)) if links else Markup()
 
 
 def documents(run: RunFolder) -> Markup:
