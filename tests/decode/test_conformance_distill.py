@@ -1,5 +1,7 @@
 """What every feature must keep to, for the distillation of drafters."""
 
+from typing import ClassVar
+
 import pytest
 
 from shoestring.decode import Distill
@@ -22,3 +24,12 @@ class TestDistillCached(FeatureSuite):
 
     feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=8)
     tolerance = 0.1
+
+
+@pytest.mark.slow
+class TestDistillOnPolicy(FeatureSuite):
+    """From text of the drafter's own in half of the steps, the same text whatever the batch is divided into."""
+
+    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, on_policy=0.5)
+    tolerance = 0.1
+    clashes: ClassVar = {"parallel.fsdp": "FSDP shards it"}

@@ -73,10 +73,14 @@ def hybrid(student, teacher, temperature, weights):
     )
 
 
-ORACLES = {"kl": oracle, "tv": rejection, "hybrid": hybrid}
+def reverse(student, teacher, temperature, weights):
+    return oracle(teacher, student, temperature, weights)
 
 
-@pytest.mark.parametrize("objective", ["kl", "tv", "hybrid"])
+ORACLES = {"kl": oracle, "reverse_kl": reverse, "tv": rejection, "hybrid": hybrid}
+
+
+@pytest.mark.parametrize("objective", list(ORACLES))
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("chunk", [7 * WORDS, 2**22], ids=["uneven chunks", "one chunk"])
 def test_each_objective_has_the_value_and_the_gradient_of_its_definition(monkeypatch, objective, temperature, chunk):
@@ -101,7 +105,7 @@ def test_each_token_has_its_loss_its_divergence_and_its_acceptance():
     assert found.loss.requires_grad and not found.divergence.requires_grad and not found.acceptance.requires_grad
 
 
-@pytest.mark.parametrize("objective", ["kl", "tv", "hybrid"])
+@pytest.mark.parametrize("objective", list(ORACLES))
 def test_the_words_that_a_teacher_does_not_tell_count_as_one_outcome(objective):
     """The divergence of the k words and "any other", which is what autograd makes of that definition."""
     one, other = (logits(1).requires_grad_() for _ in range(2))
@@ -230,7 +234,7 @@ def test_another_vocabulary_is_refused_before_any_weights_are_read(tmp_path):
         check_vocabulary(student, str(tmp_path / "absent"), "x.teacher")
 
 
-@pytest.mark.parametrize("objective", ["kl", "tv"])
+@pytest.mark.parametrize("objective", ["kl", "reverse_kl", "tv"])
 def test_autograd_agrees_with_finite_differences(objective):
     student = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(2, 3, 5, dtype=torch.float64)

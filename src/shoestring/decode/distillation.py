@@ -14,6 +14,7 @@ from shoestring.core.feature import Phase, Reduction, Seam
 from shoestring.core.frozen import Reference
 from shoestring.core.task import Batch, Output
 from shoestring.core.trace import span
+from shoestring.decode.on_policy import OnPolicy
 from shoestring.decode.selection import LEFT, RunningThreshold
 from shoestring.models.distillation import KnownWords, counted, freeze_teacher, known_words, logits_of, token_losses
 from shoestring.models.loading import outline
@@ -36,6 +37,7 @@ def install(job: Job, settings: Distill, seam: Seam) -> None:
         attached.freeze()
     elif seam is Seam.LOSS:
         job.loss = attached.loss
+        attached.begin_sampling()
     else:
         attached.follow()
 
@@ -51,6 +53,8 @@ def explained(job: Job, settings: Distill) -> str:
             count = f": {sum(map(torch.numel, parameters)):,} parameters, {size:,.1f} MB" if parameters else ""
             said.append(f"{role} `{source}`{count}")
     said.append(f"learns {f'{settings.fraction:.0%} of the' if settings.reference else 'all'} tokens")
+    if settings.on_policy:
+        said.append(f"samples the text of {settings.on_policy:.0%} of the steps itself")
     if settings.cache:
         words = f"the teacher's {settings.top_k} likeliest tokens and {settings.drawn} drawn ones"
         said.append(f"{words} are cached in `{settings.cache}`")
@@ -75,11 +79,17 @@ class Distillation:
         self.job, self.settings = job, settings
         self.selected = RunningThreshold(settings.fraction, job.world.device)
         self.caches: dict[str, SampleCache] = {}
+        self.own: OnPolicy | None = None
 
     def freeze(self) -> None:
         for role in ("teacher", "reference"):
             if source := getattr(self.settings, role):
                 freeze_teacher(self.job, self._label(role), source)
+
+    def begin_sampling(self) -> None:
+        """Have the model read text of its own in the fraction of the steps that the settings ask for."""
+        if self.settings.on_policy:
+            self.own = OnPolicy(self.job, self.settings)
 
     def follow(self) -> None:
         """Set the threshold of the next step between the backward pass and the update of each one."""
@@ -93,10 +103,11 @@ class Distillation:
 
         Of all tokens, as the released code of AdaSPEC divides by, the fraction would lower the learning rate as well.
         """
-        settings, numbers, tokens = self.settings, self.job.numbers, counted(batch)
-        began = time.perf_counter()
+        settings, numbers, given = self.settings, self.job.numbers, batch
+        batch = given if self.own is None else self.own.read(given)
+        tokens, began = counted(batch), time.perf_counter()
         with torch.no_grad(), span("teacher", "compute"):
-            teacher, reference = self._targets(batch)
+            teacher, reference = self._targets(batch, cached=bool(settings.cache) and batch is given)
         numbers["teacher_seconds"] = time.perf_counter() - began
         objective, temperature = settings.objective, settings.temperature
         found = token_losses(logits_of(output), teacher, objective=objective, temperature=temperature)
@@ -109,10 +120,12 @@ class Distillation:
             numbers[name] = torch.where(tokens, each, 0).sum() / count
         return torch.where(tokens, weights * found.loss, 0).sum(), weights.sum()
 
-    def _targets(self, batch: Batch) -> tuple[Tensor | KnownWords, Tensor | None]:
+    def _targets(self, batch: Batch, *, cached: bool) -> tuple[Tensor | KnownWords, Tensor | None]:
         """What the teacher says, and the divergence (...) of the reference from it, if there is a reference."""
         temperature = self.settings.temperature
-        if not self.settings.cache:
+        if not cached:
+            if self.settings.cache:
+                self._note(COMPUTED, len(counted(batch)))
             teacher = self._logits("teacher", batch)
             if not self.settings.reference:
                 return teacher, None
@@ -150,16 +163,19 @@ class Distillation:
 
         A batch of which any sample is missing is computed whole: its arithmetic does not depend on what is there.
         """
-        cache, facts = self._cache(role), self.job.trace.facts
+        cache = self._cache(role)
         missing = self._any(cache.missing(keys))
         if role == "teacher":
-            what = COMPUTED if missing else CACHED
-            facts[what] = facts.get(what, 0.0) + len(keys)
+            self._note(COMPUTED if missing else CACHED, len(keys))
         if not missing:
             return {name: tensor.to(self.job.world.device) for name, tensor in cache.read(keys).items()}
         computed = compute()
         cache.write(keys, computed)
         return computed
+
+    def _note(self, what: str, samples: int) -> None:
+        facts = self.job.trace.facts
+        facts[what] = facts.get(what, 0.0) + samples
 
     def _any(self, missing: bool) -> bool:
         """Whether samples are missing on any rank, where the teacher is sharded and runs on all ranks together."""

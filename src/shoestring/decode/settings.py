@@ -117,11 +117,20 @@ class Distill(Feature):
     fraction: float = 0.4
     """Fraction of the tokens that are selected, where there is a reference; a smaller one spends the drafter's capacity
     on fewer tokens. 1 selects all."""
-    objective: Literal["kl", "tv", "hybrid"] = "kl"
-    """Divergence from the teacher: forward Kullback-Leibler (`kl`), total variation (`tv`), which is the probability
-    that a draft is rejected, or `hybrid`, which turns from the first to the second as acceptance grows."""
+    objective: Literal["kl", "reverse_kl", "tv", "hybrid"] = "kl"
+    """Divergence from the teacher: forward Kullback-Leibler (`kl`), `reverse_kl`, which spends the drafter's capacity
+    on the teacher's likeliest tokens, total variation (`tv`), which is the probability that a draft is rejected, or
+    `hybrid`, which turns from `kl` to `tv` as acceptance grows."""
     temperature: float = 1.0
     """Temperature of both distributions: above 1, the teacher's small probabilities count for more."""
+    on_policy: float = 0.0
+    """Fraction of the steps that learn from text which the drafter samples itself, with its present weights, behind the
+    first tokens of each sample (λ of generalized knowledge distillation, Agarwal et al., 2024); the teacher reads that
+    text, and no cache is used for it. A larger one trains for what is drafted, and such steps take several times as
+    long."""
+    prompt: float = 0.25
+    """Fraction of a sample that the drafter is given where it samples the rest. A chat's prompt, which does not count,
+    is given whole."""
     cache: str = ""
     """Folder that keeps what the teacher says on disk by sample, so that later epochs and runs do without the
     teacher; a relative path lies in the run folder, an absolute one is shared by runs. By default nothing is kept."""
@@ -148,6 +157,15 @@ class Distill(Feature):
             raise ConfigError(f"`{self.name}.fraction` must lie in (0, 1], got {self.fraction}")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"`{self.name}.temperature` must be positive, got {self.temperature}")
+        if not 0 <= self.on_policy <= 1:
+            raise ConfigError(f"`{self.name}.on_policy` must lie in [0, 1], got {self.on_policy}")
+        if not 0 <= self.prompt < 1:
+            raise ConfigError(f"`{self.name}.prompt` must lie in [0, 1), got {self.prompt}")
+        if self.on_policy and job.engine == "fsdp":
+            raise ConflictError(
+                f"`{self.name}.on_policy` generates with the whole model on each rank, and FSDP shards it",
+                hint="train with [parallel.ddp], or set on_policy = 0",
+            )
         for name, least in (("top_k", 1), ("drawn", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
@@ -181,10 +199,12 @@ class Distill(Feature):
     def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
         shares = {"acceptance": "probability that a draft is accepted"}
         shares |= {"selected": "share of tokens selected"} if self.reference else {}
+        sampling = {"sampling_seconds": "a micro-batch of the drafter's own text"}
         return (
             Curve(title="Acceptance of drafts in training", metrics=shares),
             Curve(title="Divergence from the teacher", metrics={"divergence": "all tokens"}, unit="nats a token"),
             Curve(title="Time of the teacher", metrics={"teacher_seconds": "a micro-batch"}, unit="s"),
+            *([Curve(title="Time of sampling", metrics=sampling, unit="s")] if self.on_policy else []),
         )
 
 

@@ -16,7 +16,7 @@ from shoestring.core.job import Job
 from shoestring.core.task import IGNORED, Batch, Forward, Output, call_model
 from shoestring.models.loading import open_model, outline
 
-Objective = Literal["kl", "tv", "hybrid"]
+Objective = Literal["kl", "reverse_kl", "tv", "hybrid"]
 
 CHUNK, CPU_CHUNK = 2**22, 2**18
 """Logits that are in memory in single precision at a time: 16 MiB for each of a few tensors, and 1 MiB on a CPU, whose
@@ -82,8 +82,9 @@ def token_losses(
 ) -> TokenLosses:
     """The divergence of a student from its teacher, token by token, between softmax(logits / T) of both.
 
-    The objectives are KL(p ‖ q) of teacher p and student q; the total variation 1 − Σ min(p, q), which is the
-    probability that a draft is rejected; and their hybrid λ KL + (1 − λ) TV with λ = exp(−3 Σ min(p, q)), which has no
+    The objectives are KL(p ‖ q) of teacher p and student q; the reverse, KL(q ‖ p), which is infinite where the teacher
+    excludes a word of the student's; the total variation 1 − Σ min(p, q), which is the probability that a draft is
+    rejected; and their hybrid λ KL + (1 − λ) TV with λ = exp(−3 Σ min(p, q)), which has no
     gradient of its own: KL where the student is far off and TV gives no direction, TV where it is close (Samarin et
     al., 2026). The factor T² keeps gradients of the size that they have at T = 1. Softmaxes are in single precision (in
     double for logits in double), a chunk of tokens at a time, both here and in the backward pass; nothing of the size
@@ -146,23 +147,30 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        divergence, acceptance = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(2))
+        divergence, acceptance, reverse = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(3))
         for rows, log_q in _chunks(student, temperature):
             log_p = _log_softmax(teacher[rows].to(log_q.dtype), temperature)
-            p = log_p.exp()
-            divergence[rows] = torch.where(p > 0, p * log_p.sub_(log_q), 0).sum(-1)
-            acceptance[rows] = torch.minimum(p, log_q.exp_()).sum(-1)
-        ctx.save_for_backward(student, teacher, acceptance)
-        return _combined(ctx, divergence, acceptance, objective, temperature)
+            p, apart, q = log_p.exp(), log_p.sub_(log_q), log_q.exp_()
+            divergence[rows] = torch.where(p > 0, p * apart, 0).sum(-1)
+            acceptance[rows] = torch.minimum(p, q).sum(-1)
+            if objective == "reverse_kl":
+                reverse[rows] = -torch.where(q > 0, q * apart, 0).sum(-1)
+        ctx.save_for_backward(student, teacher, acceptance, reverse)
+        return _combined(ctx, divergence, acceptance, reverse, objective, temperature)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, teacher, acceptance = ctx.saved_tensors
+        student, teacher, acceptance, reverse = ctx.saved_tensors
         of_student = torch.empty_like(student)
         share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature
         for rows, log_q in _chunks(student, ctx.temperature):
-            q, p = log_q.exp_(), _log_softmax(teacher[rows].to(log_q.dtype), ctx.temperature).exp_()
+            log_p = _log_softmax(teacher[rows].to(log_q.dtype), ctx.temperature)
+            if ctx.objective == "reverse_kl":
+                q, above = log_q.exp(), log_q.sub_(log_p).sub_(reverse[rows, None])
+                of_student[rows] = torch.where((scale[rows, None] != 0) & (q > 0), scale[rows, None] * q * above, 0)
+                continue
+            q, p = log_q.exp_(), log_p.exp_()
             apart = torch.sub(q, p, out=p)
             direction = (scale * share)[rows, None] * apart
             if ctx.objective != "kl":
@@ -186,24 +194,26 @@ class _KnownLosses(torch.autograd.Function):
         objective: Objective,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        divergence, acceptance = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(2))
+        divergence, acceptance, reverse = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(3))
         for rows, log_q in _chunks(student, temperature):
             log_p, index = values[rows].to(log_q.dtype).log_softmax(-1), words[rows].to(torch.int64)
             of_others = log_q.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
             log_merged, p = torch.cat((log_q.gather(-1, index), of_others), -1), log_p.exp()
-            lost = torch.where(p > 0, p * (log_p - log_merged), 0)
+            merged, apart = log_merged.exp(), log_p - log_merged
+            reverse[rows] = -torch.where(merged > 0, merged * apart, 0).sum(-1)
+            lost = torch.where(p > 0, p * apart, 0)
             if drawn is not None and entropy is not None:
                 tail = -entropy[rows].to(p.dtype) - p[:, -1] * log_q.gather(-1, drawn[rows].to(torch.int64)).mean(-1)
                 lost[:, -1] = torch.where(p[:, -1] > 0, tail, 0)
             divergence[rows] = lost.sum(-1)
-            acceptance[rows] = torch.minimum(p, log_merged.exp()).sum(-1)
-        ctx.save_for_backward(student, words, values, drawn, acceptance)
-        return _combined(ctx, divergence, acceptance, objective, temperature)
+            acceptance[rows] = torch.minimum(p, merged).sum(-1)
+        ctx.save_for_backward(student, words, values, drawn, acceptance, reverse)
+        return _combined(ctx, divergence, acceptance, reverse, objective, temperature)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        student, words, values, drawn, acceptance = ctx.saved_tensors
+        student, words, values, drawn, acceptance, reverse = ctx.saved_tensors
         of_student = torch.empty_like(student)
         share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature
         for rows, log_q in _chunks(student, ctx.temperature):
@@ -216,11 +226,15 @@ class _KnownLosses(torch.autograd.Function):
             # Of all words alike, then what differs at those that are known.
             of_all = of_kl + of_tv / 2 * (sides[:, -1:] - middle)
             of_words = of_tv / 2 * (sides[:, :-1] - sides[:, -1:]) * merged[:, :-1] - of_kl * p[:, :-1]
-            if drawn is None:
+            if ctx.objective == "reverse_kl":
+                above = torch.where(merged > 0, merged.log() - p.log() - reverse[rows, None], 0)
+                of_all = scale[rows, None] * above[:, -1:]
+                of_words = scale[rows, None] * (above[:, :-1] - above[:, -1:]) * merged[:, :-1]
+            elif drawn is None:
                 left = torch.where(merged[:, -1:] > 0, p[:, -1:] / merged[:, -1:], 0)
                 of_all, of_words = of_all - of_kl * left, of_words + of_kl * left * merged[:, :-1]
             direction = (of_all * q).scatter_add_(-1, index, of_words)
-            if drawn is not None:
+            if drawn is not None and ctx.objective != "reverse_kl":
                 each = -of_kl * p[:, -1:] / drawn.shape[1]
                 direction.scatter_add_(-1, drawn[rows].to(torch.int64), each.expand(-1, drawn.shape[1]))
             of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
@@ -228,7 +242,7 @@ class _KnownLosses(torch.autograd.Function):
 
 
 def _combined(
-    ctx: Any, divergence: Tensor, acceptance: Tensor, objective: Objective, temperature: float
+    ctx: Any, divergence: Tensor, acceptance: Tensor, reverse: Tensor, objective: Objective, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What both functions return; and what their backward passes need is noted."""
     ctx.objective, ctx.temperature = objective, temperature
@@ -236,6 +250,8 @@ def _combined(
     rejection = 1 - acceptance
     if objective == "tv":  # no product of 0 and what may be infinite
         return temperature**2 * rejection, divergence, acceptance
+    if objective == "reverse_kl":
+        return temperature**2 * reverse, divergence, acceptance
     share = _share_of_kl(objective, acceptance)
     return temperature**2 * (share * divergence + (1 - share) * rejection), divergence, acceptance
 
