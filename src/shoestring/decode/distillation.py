@@ -23,7 +23,7 @@ from shoestring.models.sample_cache import SampleCache, sample_keys
 if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
-    from shoestring.decode.settings import Distill
+    from shoestring.decode.distill import Distill
 
 COMPUTED, CACHED = "samples that the teacher read", "samples of the teacher that were cached"
 NARROW = 2**16

@@ -25,7 +25,7 @@ from shoestring.models.sample_cache import sample_keys
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
-    from shoestring.decode.settings import Distill
+    from shoestring.decode.distill import Distill
 
 LABELS = "labels"
 """Transformers' name of targets that are the inputs themselves: position t is scored against label t + 1."""
