@@ -113,14 +113,14 @@ def test_spans_may_overlap_and_still_all_time_is_somewhere_once():
 
 
 def test_threads_that_come_and_go_share_trees():
-    from shoestring.profile.collector import _library
+    from shoestring.profile.native_tree import library
 
     with profiled() as result:
         for _ in range(20):
             thread = threading.Thread(target=lambda: torch.ones(3).exp())
             thread.start()
             thread.join()
-        trees = _library().callpaths_threads()
+        trees = library().callpaths_threads()
     assert sum(result.profile.tree.count[node] for node in operators(result.profile.tree, "aten::exp")) == 20
     assert trees < 20
 

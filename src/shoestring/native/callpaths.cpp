@@ -896,6 +896,15 @@ int callpaths_pause(int pause) {
     return 0;
 }
 
+// A span of this name, until it is left in the same thread.
+at::RecordFunction* callpaths_enter(const char* name) {
+    auto* span = new at::RecordFunction(at::RecordScope::USER_SCOPE);
+    if (span->isActive()) span->before(std::string_view(name));
+    return span;
+}
+
+void callpaths_leave(at::RecordFunction* span) { delete span; }
+
 // Nanoseconds a tick, as measured since the first start.
 double callpaths_nanoseconds() {
     double ticks = double(now() - ticks_at_start);

@@ -94,14 +94,22 @@ class ProfileResult:
 
 
 @contextmanager
-def profiled(path: Path | str | None = None, inside: Sequence[str] = ()) -> Iterator[ProfileResult]:
+def profiled(
+    path: Path | str | None = None, inside: Sequence[str] = (), *, share: float = 1.0, budget: float | None = None
+) -> Iterator[ProfileResult]:
     """Profile what runs within; the profile is saved also where that raises.
 
     Args:
         path: of a file to write.
         inside: installed packages whose lines count as the program's own.
+        share: part of the time in which operators are recorded, of (0, 1]. Below 1, counts and times are estimates,
+            scaled up from one window in each block of steps (or of seconds, in a program without an optimizer), and
+            the tree's variances say how certain they are.
+        budget: processor time that the profile may add, as a part of the program's (0.03 is 3%); the share follows
+            from what recording is measured to cost.
 
     Raises:
+        ConfigError: a share or budget outside of (0, 1].
         CompileError: the collector cannot be compiled here.
         RuntimeError: a profile is being recorded already.
         OSError: the file cannot be written.
@@ -109,7 +117,7 @@ def profiled(path: Path | str | None = None, inside: Sequence[str] = ()) -> Iter
     from shoestring.profile.collector import Collector
     from shoestring.profile.lines import sources_of
 
-    result, collector = ProfileResult(), Collector()
+    result, collector = ProfileResult(), Collector(share=share, budget=budget)
     process = os.getpid()
     collector.start()
     try:

@@ -1,0 +1,145 @@
+"""What is beside the operators: optimizer steps, garbage collection, and what torch.compile compiled, and why again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoestring.profile.recording import Events, StepTimes
+
+MOST_STEPS, MOST_EVENTS = 256, 64
+LONGEST_NAME = 200
+RESIDENT_EVERY = 0.05
+"""Seconds between two looks at how much memory the process has."""
+
+
+class StepClock:
+    """Times of the steps of the optimizer that steps first; those of many steps are joined.
+
+    Args:
+        heard: is called at the end of each step.
+    """
+
+    def __init__(self, heard: Callable[[], None] | None = None) -> None:
+        self.heard = heard
+        self.steps, self.width = 0, 1
+        self.times: list[StepTimes] = []
+        self.open: list[float] = []
+        self.last: float | None = None
+        self.looked, self.resident = 0.0, 0
+        self.optimizer: weakref.ref[Any] | None = None
+
+    def step(self, optimizer: Any, *_: object) -> None:
+        """torch's hook: an optimizer has stepped."""
+        known = self.optimizer and self.optimizer()
+        if known is None:
+            self.optimizer = weakref.ref(optimizer)
+        elif known is not optimizer:
+            return
+        now = time.perf_counter()
+        if self.last is not None:  # when the first step began is not known
+            self.open.append(now - self.last)
+            if len(self.open) >= self.width:
+                self._add(now)
+        self.steps += 1
+        if self.heard is not None:
+            self.heard()
+        self.last = time.perf_counter()
+
+    def _add(self, now: float) -> None:
+        if now - self.looked > RESIDENT_EVERY:
+            self.looked, self.resident = now, _resident()
+        first = self.steps + 1 - len(self.open)
+        self.times.append(StepTimes(first, len(self.open), sum(self.open), max(self.open), self.resident))
+        self.open = []
+        if len(self.times) >= MOST_STEPS:
+            self.width *= 2
+            pairs = zip(self.times[::2], self.times[1::2], strict=True)
+            self.times = [
+                StepTimes(a.first, a.steps + b.steps, a.seconds + b.seconds, max(a.longest, b.longest), b.resident)
+                for a, b in pairs
+            ]
+
+
+class Happenings:
+    """Counts events by name, with their times."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, Events] = {}
+        self.collecting = 0.0
+        self.began_at = time.time()
+
+    def add(self, name: str, seconds: float, where: str = "") -> None:
+        """One more of this name; beyond 64 names they are all `others`."""
+        name = name[:LONGEST_NAME]
+        if name not in self.events and len(self.events) >= MOST_EVENTS - 1:
+            name, where = "others", ""
+        old = self.events.get(name, Events(0, 0.0, 0.0, where))
+        self.events[name] = Events(old.count + 1, old.seconds + seconds, max(old.longest, seconds), old.where)
+
+    def collected(self, phase: str, _: dict[str, int]) -> None:
+        """Python's hook: garbage collection begins or ends."""
+        if phase == "start":
+            self.collecting = time.perf_counter()
+        elif self.collecting:
+            seconds, self.collecting = time.perf_counter() - self.collecting, 0.0
+            caller = sys._getframe(1)
+            self.add("garbage collection", seconds, f"{caller.f_code.co_filename}:{caller.f_lineno}")
+
+    def compiled(self) -> None:
+        """Add what torch.compile has compiled; it keeps the last 64."""
+        if "torch._dynamo" not in sys.modules:
+            return
+        with suppress(ImportError, AttributeError):  # these names are not promised
+            from torch._dynamo.utils import get_compilation_metrics
+
+            for metrics in get_compilation_metrics():
+                if (metrics.start_time or 0.0) < self.began_at:
+                    continue
+                where = f"{metrics.co_filename}:{metrics.co_firstlineno}"
+                seconds = metrics.entire_frame_compile_time_s or 0.0
+                self.add(f"compile: {metrics.co_name}", seconds, where)
+                if metrics.recompile_reason:
+                    self.add(f"recompile: {metrics.recompile_reason}", seconds, where)
+                for reason in metrics.restart_reasons or ():
+                    self.add(f"graph break: {reason.partition(chr(10))[0]}", 0.0, where)
+
+
+@contextmanager
+def watched(happenings: Happenings, clock: StepClock) -> Iterator[None]:
+    """Within, both hear what happens."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    hook = register_optimizer_step_post_hook(clock.step)
+    gc.callbacks.append(happenings.collected)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(happenings.collected)
+        hook.remove()
+        happenings.compiled()
+
+
+def _resident() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def machine() -> dict[str, str]:
+    """Versions, and the threads that computed."""
+    return {
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
