@@ -14,12 +14,13 @@ from benchmarks.profile.planted.program import Clean, seeded
 def neighbours(steps: int) -> list[Tensor]:
     """Votes of the nearest neighbours."""
     random = seeded()
-    stored, labels = torch.randn(4000, 32, generator=random), torch.randint(0, 10, (4000,), generator=random)
+    stored, labels = torch.randn(4000, 96, generator=random), torch.randint(0, 10, (4000,), generator=random)
     squares = stored.square().sum(1)
     votes = []
     for _ in range(steps):
-        query = torch.randn(64, 32, generator=random)
-        distance = squares - 2 * (query @ stored.T)
+        query = torch.randn(64, 96, generator=random)
+        products = query @ stored.T
+        distance = squares - 2 * products
         nearest = distance.topk(7, dim=1, largest=False).indices
         votes.append(F.one_hot(labels[nearest], 10).sum(1).argmax(1))
     return votes
@@ -28,15 +29,16 @@ def neighbours(steps: int) -> list[Tensor]:
 def logistic_regression(steps: int) -> list[Tensor]:
     """Newton's method, with its gradient and its Hessian matrix in closed form."""
     random = seeded()
-    x, truth = torch.randn(2000, 40, generator=random).double(), torch.randn(40, generator=random).double()
-    y = (torch.rand(2000, generator=random) < torch.sigmoid(x @ truth)).double()
+    x, truth = torch.randn(500, 40, generator=random).double(), torch.randn(40, generator=random).double()
+    y = (torch.rand(500, generator=random) < torch.sigmoid(x @ truth)).double()
     found = []
     for start in range(steps):
         weight = torch.full((40,), 0.01 * start, dtype=torch.float64)
         for _ in range(4):
             probability = torch.sigmoid(x @ weight)
             gradient = x.T @ (probability - y) + weight
-            curvature = (x * (probability * (1 - probability))[:, None]).T @ x + torch.eye(40, dtype=torch.float64)
+            scaled = x * (probability * (1 - probability))[:, None]
+            curvature = scaled.T @ x + torch.eye(40, dtype=torch.float64)
             weight = weight - torch.linalg.solve(curvature, gradient)
         found.append(weight)
     return found
@@ -186,8 +188,8 @@ def vectorized_ensemble(steps: int) -> np.ndarray:
 
 
 PROGRAMS = [
-    Clean("neighbours", neighbours, 300),
-    Clean("logistic-regression", logistic_regression, 250),
+    Clean("neighbours", neighbours, 200),
+    Clean("logistic-regression", logistic_regression, 500),
     Clean("gaussian-process", gaussian_process, 1500),
     Clean("heat", heat, 2500),
     Clean("evaluation", evaluation, 1500),

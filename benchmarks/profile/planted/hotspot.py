@@ -53,7 +53,8 @@ def nearest_centre(points: Tensor, centres: Tensor, broadcast: bool) -> Tensor:
     if broadcast:
         return (points[:, None, :] - centres[None, :, :]).pow(2).sum(-1).argmin(1)  # fault: broadcast-distances
     products = points @ centres.T
-    return (centres.square().sum(1) - 2 * products).argmin(1)
+    scores = centres.square().sum(1) - 2 * products
+    return scores.argmin(1)
 
 
 def k_means(steps: int, broadcast: bool) -> Tensor:

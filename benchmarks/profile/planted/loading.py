@@ -80,7 +80,7 @@ class RemoteStore:
             self.blocks.append(file.getvalue())
 
     def read(self, number: int) -> np.ndarray:
-        time.sleep(0.006)
+        time.sleep(0.006)  # fault: remote-reads
         return np.load(io.BytesIO(self.blocks[number % 16]))
 
 
@@ -148,7 +148,7 @@ def photographs() -> Path:
 def augmented(pixels: np.ndarray) -> Tensor:
     image = torch.from_numpy(pixels).double() / 255
     for _ in range(3):
-        image = F.avg_pool2d(image, 3, stride=1, padding=1)
+        image = F.avg_pool2d(image, 3, stride=1, padding=1)  # fault: blurred-each-time
     return image[:, ::4, ::4].float().flatten()
 
 

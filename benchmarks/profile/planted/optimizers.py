@@ -14,21 +14,29 @@ from torch import Tensor, nn
 from benchmarks.profile.planted.program import Planted, seeded, weights
 
 
-def deep_network(width: int, depth: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+class DeepNetwork(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            hidden = torch.tanh(layer(x))
+            x = norm(hidden)
+        return self.head(x)
 
 
 def deep_regression(steps: int, fused: bool) -> list[Tensor]:
     random = seeded()
-    model = deep_network(48, 20)
+    model = DeepNetwork(48, 20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     x, y = torch.randn(16, 48, generator=random), torch.randn(16, 1, generator=random)
     for _ in range(steps):
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
         optimizer.step()  # fault: adamw-for-loop
     return weights(model)
 
@@ -132,7 +140,8 @@ def averaged(steps: int, each: bool) -> list[Tensor]:
     for _ in range(steps):
         x = signals
         for convolution in convolutions:
-            x = x + F.relu(convolution(x))
+            change = convolution(x)
+            x = x + F.relu(change)
         loss = F.cross_entropy(head(x.mean(2)), labels)
         loss.backward()
         optimizer.step()  # fault: rmsprop-for-loop

@@ -14,7 +14,8 @@ layout: a line that converts layout or data type, where a later one converts bac
 retracing: the call that traces or compiles again, or the line in compiled code that breaks the graph.
 communication: the line that waits for communication which could have been hidden or saved.
 
-Twins, and the programs of `clean.py`, have none of the nine faults.
+A twin is without the fault of its program: what its own analysis finds in it is a false alarm. The clean programs are
+without any of the nine, and whatever is found in them is a false alarm; no line takes more than half of their time.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def profiled(
         inside: installed packages whose lines count as the program's own.
         share: part of the time in which operators are recorded, of (0, 1]. Below 1, counts and times are estimates,
             scaled up from one window in each block of steps (or of seconds, in a program without an optimizer), and
-            the tree's variances say how certain they are.
+            the tree's variances say how certain they are. Of JAX programs windows are recorded in any case.
         budget: processor time that the profile may add, as a part of the program's (0.03 is 3%); the share follows
             from what recording is measured to cost.
 
@@ -115,16 +115,20 @@ def profiled(
         OSError: the file cannot be written.
     """
     from shoestring.profile.collector import Collector
+    from shoestring.profile.jax_collector import JaxCollector
     from shoestring.profile.lines import sources_of
 
     result, collector = ProfileResult(), Collector(share=share, budget=budget)
+    jax = JaxCollector(share, budget)
     process = os.getpid()
     collector.start()
+    jax.start()
     try:
         yield result
     finally:
         if os.getpid() == process:  # a fork that ends in here has nothing to say
-            profile = collector.stop().profile()
+            jax.finish()
+            profile = jax.fold(collector.stop().profile())
             facts = replace(profile.facts, inside=list(inside))
             result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
             if path is not None:

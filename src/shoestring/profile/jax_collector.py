@@ -1,0 +1,244 @@
+"""Records JAX programs: short windows of JAX's own profiler, folded into the call tree as they come.
+
+Nothing is done before the program imports jax, and little between windows. What is kept is one row of numbers for
+each operation of each line, however long the run. A window costs what `jax.profiler` costs without its Python tracer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoestring.profile.jax_calls import CallSites, Compilations
+from shoestring.profile.jax_programs import Frames, Operation
+from shoestring.profile.jax_windows import Programs, Window, read_window
+from shoestring.profile.recording import Profile
+from shoestring.profile.tree import NodeKind, TreeBuilder
+
+WINDOW = 0.25
+"""Seconds of a window; longer ones follow where nothing was seen to begin and end."""
+
+LONGEST_WINDOW = 4.0
+
+PAUSE = 0.1
+"""Seconds between windows, as a part of the time since the first: many at first, ever fewer later."""
+
+LONGEST_PAUSE = 10.0
+
+COST = 0.2
+"""What a window adds to a program's time, as a part of the window's, taken high: what a budget is divided by."""
+
+Key = tuple[int, Operation, bool]
+"""Number of the call's place, what was done, and whether on an accelerator."""
+
+
+@dataclass
+class Numbers:
+    """What an operation took in all windows; times are nanoseconds."""
+
+    count: int = 0
+    own: float = 0.0
+    least: float = float("inf")
+    most: float = 0.0
+    squares: float = 0.0
+    square_of_windows: float = 0.0
+    """Sum over windows of the square of what it took in each."""
+
+
+class JaxCollector(threading.Thread):
+    """Records from `start` to `finish` what compiled JAX programs do.
+
+    Args:
+        share: part of the time that windows may take.
+        budget: part of the program's time that recording may add.
+    """
+
+    def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
+        super().__init__(name="shoestring-profile-jax", daemon=True)
+        share = min(share, 1.0 if budget is None else budget / COST)
+        self.gap = 1 / share - 1  # seconds without a window for each second of one
+        self.ending = threading.Event()
+        self.sites, self.programs = CallSites(), Programs()
+        self.compilations: Compilations | None = None
+        self.totals: dict[Key, Numbers] = defaultdict(Numbers)
+        self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
+        self.failure = ""
+
+    def run(self) -> None:
+        """Wait for jax, then take windows until the end."""
+        while not _ready():
+            self._listen()
+            if self.ending.wait(0.02):
+                return
+        self._listen()
+        self.first = self.last = time.perf_counter()
+        length = WINDOW
+        try:
+            while not self.ending.is_set():
+                seen = self._take_window(length)
+                length = WINDOW if seen else min(2 * length, LONGEST_WINDOW)
+                pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE) if seen else 0.01
+                self.ending.wait(max(pause, self.gap * length))
+        except Exception as error:  # the program must not suffer from what its profile cannot do
+            self.failure = f"{type(error).__name__}: {error}"
+        self.last = time.perf_counter()
+
+    def finish(self) -> None:
+        """End; the window that is open counts."""
+        self.ending.set()
+        self.join()
+        if self.compilations is not None:
+            self.compilations.stop()
+
+    def _listen(self) -> None:
+        if self.compilations is None and "jax.monitoring" in sys.modules:
+            self.compilations = Compilations()
+            self.compilations.start()
+
+    def _take_window(self, seconds: float) -> bool:
+        """Record for some time, and fold what was seen; whether there was anything."""
+        import jax
+        from jax._src import profiler  # the public functions write files, and a second form of all events
+
+        if profiler._profile_state.profile_session is not None:  # the program's own
+            self.ending.wait(WINDOW)
+            return False
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with self.sites.recorded():
+            session = profiler._profiler.ProfilerSession(options)  # pyright: ignore[reportPrivateImportUsage]
+            began = time.perf_counter()
+            self.ending.wait(seconds)
+            ended = time.perf_counter()
+            data = jax.profiler.ProfileData.from_serialized_xspace(session.stop())
+        window = read_window(data.planes)
+        if not window.executed:
+            if not self.windows:
+                self.first = ended
+            else:
+                self.covered += ended - began
+            return False
+        clients = {device.client for device in jax.devices()}
+        self.programs.learn(window.executed, [each for client in clients for each in client.live_executables()])
+        self._add(window)
+        self.windows += 1
+        self.covered += ended - began
+        return True
+
+    def _add(self, window: Window) -> None:
+        sites = window.sites()
+        took: dict[Key, float] = defaultdict(float)
+        for each in window.executed:
+            key = (sites.get((each.program, each.run), -1), self.programs.operation(each), each.device)
+            numbers = self.totals[key]
+            numbers.count += 1
+            numbers.own += each.own
+            numbers.least, numbers.most = min(numbers.least, each.duration), max(numbers.most, each.duration)
+            numbers.squares += each.duration**2
+            took[key] += each.own
+        for key, nanoseconds in took.items():
+            self.totals[key].square_of_windows += nanoseconds**2
+
+    def fold(self, profile: Profile) -> Profile:
+        """The profile with what was recorded of JAX; the same one if that is nothing."""
+        facts = profile.facts
+        if self.compilations is not None:
+            import jax
+
+            facts = replace(
+                facts,
+                waits=facts.waits | self.compilations.largest(),
+                versions=facts.versions | {"jax": jax.__version__},
+            )
+        if not self.totals:
+            return replace(profile, facts=facts)
+        builder = TreeBuilder()
+        builder.graft(profile.tree)
+        share = min(1.0, self.covered / max(self.last - self.first, self.covered, 1e-9))
+        fold = _Fold(builder, self.sites.paths, share, self.windows)
+        for key, numbers in self.totals.items():
+            fold.add(key, numbers)
+        fold.discount_waiting()
+        return replace(profile, tree=builder.build(), facts=facts)
+
+
+def _ready() -> bool:
+    """Whether the program uses jax: starting its backends is left to the program."""
+    bridge: Any = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and "jax.profiler" in sys.modules and bridge.backends_are_initialized()
+
+
+@dataclass
+class _Fold:
+    """Adds operations to a tree, scaled from the windows to the whole run."""
+
+    builder: TreeBuilder
+    sites: list[Frames]
+    share: float
+    windows: int
+    total: float = 0.0
+    places: dict[tuple[int, Operation], int] = field(default_factory=dict)
+
+    def add(self, key: Key, numbers: Numbers) -> None:
+        """Add an operation where it was called, behind a link if it computes a gradient."""
+        site, operation, device = key
+        path = self._path(site, operation)
+        node = self._python(path)
+        if operation.backward:
+            forward = self.builder.node(node, NodeKind.OPERATOR, operation.name)
+            called = self._python(self.sites[site] if site >= 0 else path[:1])
+            link = self.builder.node(called, NodeKind.LINK, "", 0, forward)
+            node = self.builder.node(link, NodeKind.BACKWARD, f"transpose({operation.name})")
+        else:
+            node = self.builder.node(node, NodeKind.OPERATOR, operation.name)
+        took = numbers.own / self.share
+        if device:
+            kernel = self.builder.node(node, NodeKind.KERNEL, operation.name)
+            self.builder.add(kernel, count=round(numbers.count / self.share), device=round(took))
+            return
+        self.total += took
+        self.builder.add(
+            node,
+            count=round(numbers.count / self.share),
+            own=round(took),
+            least=round(numbers.least),
+            most=round(numbers.most),
+            squares=numbers.squares / self.share,
+            own_variance=self._variance(numbers),
+        )
+
+    def _variance(self, numbers: Numbers) -> float:
+        """Of what an operation took in all, from how its windows differ."""
+        if self.windows < 2:
+            return 0.0
+        between = (numbers.square_of_windows - numbers.own**2 / self.windows) / (self.windows - 1)
+        return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
+
+    def _path(self, site: int, operation: Operation) -> Frames:
+        """From the place of the call into the jitted function; without such a place, as it was traced first."""
+        if site < 0:
+            return operation.frames
+        inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()
+        return (*self.sites[site], *inside)
+
+    def _python(self, path: Frames) -> int:
+        node = 0
+        for name, line in path:
+            node = self.builder.node(node, NodeKind.PYTHON, name, line)
+        return node
+
+    def discount_waiting(self) -> None:
+        """Take from the time that Python waited for results what compiled programs ran, which is there already."""
+        names = list(self.builder.names)
+        waiting = {
+            number: numbers["own"]
+            for number, (row, numbers) in enumerate(zip(self.builder.rows, self.builder.numbers, strict=True))
+            if row[1] == NodeKind.PYTHON and numbers["own"] > 0 and "/jax/_src/" in names[row[2]]
+        }
+        part = min(1.0, self.total / max(sum(waiting.values()), 1.0))
+        for number, own in waiting.items():
+            self.builder.add(number, own=-round(own * part))

@@ -1,0 +1,232 @@
+"""JAX programs: compiled operations are on the lines they were traced from, below the place of each call."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoestring.cli import main
+from shoestring.profile import load, profiled
+from shoestring.profile.jax_programs import parse_program
+from shoestring.profile.jax_windows import Dispatch, Executed, Window
+from shoestring.profile.lines import by_line
+from shoestring.profile.tree import NodeKind
+
+MODULE = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/train.py"
+2 "/home/me/model.py"
+
+FunctionNames
+1 "<module>"
+2 "build.<locals>.step"
+3 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=50 end_line=50 column=4 end_column=10}
+2 {file_name_id=1 function_name_id=2 line=20 end_line=20 column=4 end_column=10}
+3 {file_name_id=2 function_name_id=3 line=7 end_line=7 column=4 end_column=10}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+
+
+%fused_computation (param_0: f32[8]) -> f32[8] {
+  %param_0 = f32[8]{0} parameter(0)
+  ROOT %tanh.1 = f32[8]{0} tanh(%param_0), metadata={op_name="jit(step)/jvp()/tanh" stack_frame_id=3}
+}
+
+ENTRY %main.9 (x.1: f32[8]) -> f32[8] {
+  %x.1 = f32[8]{0} parameter(0), metadata={op_name="x"}
+  %dot.2 = f32[8]{0} dot(%x.1, %x.1), metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=3}
+  %sub.3 = f32[8]{0} subtract(%x.1, %dot.2), metadata={op_name="jit(step)/sub" stack_frame_id=2}
+  %elsewhere = f32[8]{0} add(%x.1, %sub.3), metadata={op_name="jit(step)/jit(other)/add" stack_frame_id=1}
+  %copy.4 = f32[8]{0} copy(%sub.3)
+  ROOT %wrapped_tanh = f32[8]{0} fusion(%copy.4), kind=kLoop, calls=%fused_computation
+}
+"""
+
+
+def test_a_module_tells_the_lines_of_its_instructions_from_the_jitted_function_on():
+    program = parse_program(MODULE)
+    assert program.name == "jit_step"
+    fused, product = program.operations["wrapped_tanh"], program.operations["dot.2"]
+    assert fused.frames == product.frames
+    assert fused.frames[fused.inside :] == (
+        ("/home/me/train.py\tbuild.<locals>.step", 20),
+        ("/home/me/model.py\tloss", 7),
+    )
+    assert (fused.name, fused.backward) == ("tanh", False)
+    assert (product.name, product.backward) == ("dot_general", True)
+    subtraction = program.operations["sub.3"]
+    assert (subtraction.name, len(subtraction.frames), subtraction.inside) == ("sub", 2, 1)
+    assert program.operations["elsewhere"].inside == -1, "step is not among the frames of who traced this first"
+    assert (program.operations["copy.4"].name, program.operations["copy.4"].frames) == ("copy", ())
+
+
+def executed(run, start, module="jit_f"):
+    return Executed(start, 5.0, 5.0, "dot", module, program=len(module), run=run, device=False)
+
+
+def test_runs_are_matched_to_the_calls_that_started_them_though_some_were_called_before_the_window():
+    calls = [Dispatch(10.0 * n + 10, "f" if n % 3 else "g<h>", site=n) for n in range(9)]
+    before = [executed(98, 1.0), executed(99, 12.0), executed(49, 2.0, "jit_g_h_")]
+    runs = [executed(100 + n, 10.0 * n + 14, "jit_f" if n % 3 else "jit_g_h_") for n in range(7)]  # two come later
+    window = Window([*before, *runs], calls)
+    sites = window.sites()
+    assert {each.run: sites[each.program, each.run] for each in runs} == {100 + n: n for n in range(7)}
+    assert set(Window(runs, []).sites().values()) == {-1}
+
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+
+def layer(w, x):
+    hidden = jnp.tanh(x @ w)
+    return hidden @ w
+
+def loss(w, x):
+    return jnp.mean(layer(w, x) ** 2)
+
+@jax.jit
+def gradient(w, x):
+    return jax.grad(loss)(w, x)
+
+def once(w, x):
+    return gradient(w, x)  # once
+
+def thrice(w, x):
+    for _ in range(3):
+        w = w - 0.1 * gradient(w, x)  # thrice
+    return w
+
+def run(steps):
+    w, x = jnp.ones((160, 160)) / 160, jnp.ones((320, 160))
+    for _ in range(steps):
+        w = thrice(w - 0.1 * once(w, x), x)
+    return float(w.sum())
+
+if __name__ == "__main__":
+    run(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    pytest.importorskip("jax")
+    path = tmp_path_factory.mktemp("program") / "jax_program.py"
+    path.write_text(PROGRAM)
+    space = {"__name__": "jax_program"}
+    exec(compile(PROGRAM, str(path), "exec"), space)
+    return path, space
+
+
+def line_of(text):
+    return next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if text in line)
+
+
+def below(tree, node, wanted):
+    while node > 0 and not wanted(node):
+        node = tree.parent[node]
+    return node > 0
+
+
+def compiled(tree):
+    return [
+        node
+        for node in range(len(tree))
+        if tree.kind[node] in (NodeKind.OPERATOR, NodeKind.BACKWARD) and not tree.names[tree.name[node]].count("::")
+    ]
+
+
+@pytest.mark.slow
+def test_two_calls_of_one_jitted_function_are_told_apart_and_nearly_all_of_its_time_has_a_line(program):
+    path, space = program
+    space["run"](5)
+    with profiled() as result:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 3:
+            space["run"](20)
+    tree = result.profile.tree
+    nodes = compiled(tree)
+    total = sum(int(tree.own[node]) for node in nodes)
+    assert total > 0.2e9
+
+    def time_below(line):
+        wanted = lambda node: tree.kind[node] == NodeKind.PYTHON and tree.place(node) == (str(path), line)  # noqa: E731
+        products = [node for node in nodes if "dot_general" in tree.names[tree.name[node]]]
+        return sum(int(tree.own[node]) for node in products if below(tree, node, wanted))
+
+    apart = time_below(line_of("# thrice")) / time_below(line_of("# once"))
+    assert 2 < apart < 4.5, apart
+    lines = by_line(tree)
+    product, hidden = lines[str(path), line_of("return hidden @ w")], lines[str(path), line_of("hidden = jnp")]
+    assert product.forward > 0 < product.backward
+    assert hidden.forward > 0 < hidden.backward
+    inside = [line for (file, _), line in lines.items() if file == str(path)]
+    assert sum(line.forward + line.backward for line in inside) > 0.95 * total
+    assert product.total + hidden.total > 0.6 * total
+    links = [node for node in range(len(tree)) if tree.kind[node] == NodeKind.LINK and tree.link[node] >= 0]
+    assert {tree.names[tree.name[tree.link[node]]] for node in links} >= {"dot_general"}
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_and_jitted_functions_are_called_as_before(program):
+    import jax
+
+    from shoestring.profile.jax_collector import JaxCollector
+
+    kind = type(jax.jit(len))
+    before = kind.__flags__, kind.__call__
+    rows = []
+    for seconds in (1.0, 3.0):
+        collector, began = JaxCollector(), time.perf_counter()
+        collector.start()
+        while time.perf_counter() - began < seconds:
+            program[1]["run"](20)
+        collector.finish()
+        assert collector.failure == ""
+        assert collector.windows > 1
+        rows.append((len(collector.totals), len(collector.sites.paths), len(collector.programs.known)))
+    assert (kind.__flags__, kind.__call__) == before
+    assert all(later <= earlier + 3 for earlier, later in zip(*rows, strict=True)), rows
+
+
+@pytest.mark.slow
+def test_compilations_are_counted_where_they_happen(program):
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def often_traced(x):
+        return jnp.sin(x).sum()
+
+    with profiled() as result:
+        time.sleep(0.1)  # for the listener
+        for size in range(3, 8):
+            often_traced(jnp.ones(size))
+    traced = result.profile.facts.waits["jax trace: often_traced"]
+    assert traced.count == 5
+    assert traced.where.startswith(__file__)
+    assert result.profile.facts.versions["jax"] == jax.__version__
+
+
+@pytest.mark.slow
+def test_the_command_profiles_a_program_that_imports_jax(program, tmp_path, capsys):
+    assert main(["profile", "--out", str(tmp_path / "it.npz"), str(program[0])]) == 0
+    out = capsys.readouterr().out
+    assert "hidden @ w" in out
+    lines = by_line(load(tmp_path / "it.npz").tree)
+    assert lines[str(program[0]), line_of("return hidden @ w")].backward > 0
+
+
+@pytest.mark.slow
+def test_jax_is_not_imported_for_a_program_that_does_not():
+    code = "import sys; from shoestring.profile import profiled\nwith profiled(): pass\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
