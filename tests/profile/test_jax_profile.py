@@ -208,7 +208,7 @@ def test_compilations_are_counted_where_they_happen(program):
         return jnp.sin(x).sum()
 
     with profiled() as result:
-        time.sleep(0.1)  # for the listener
+        time.sleep(0.2)  # for the listener
         for size in range(3, 8):
             often_traced(jnp.ones(size))
     traced = result.profile.facts.waits["jax trace: often_traced"]

@@ -6,6 +6,7 @@ each operation of each line, however long the run. A window costs what `jax.prof
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from shoestring.profile.jax_programs import Frames, Operation
 from shoestring.profile.jax_windows import Programs, Window, read_window
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import NodeKind, TreeBuilder
+
+log = logging.getLogger("shoestring")
 
 WINDOW = 0.25
 """Seconds of a window; longer ones follow where nothing was seen to begin and end."""
@@ -72,7 +75,7 @@ class JaxCollector(threading.Thread):
         """Wait for jax, then take windows until the end."""
         while not _ready():
             self._listen()
-            if self.ending.wait(0.02):
+            if self.ending.wait(0.05):
                 return
         self._listen()
         self.first = self.last = time.perf_counter()
@@ -145,6 +148,8 @@ class JaxCollector(threading.Thread):
 
     def fold(self, profile: Profile) -> Profile:
         """The profile with what was recorded of JAX; the same one if that is nothing."""
+        if self.failure:
+            log.warning("JAX could not be profiled to the end: %s", self.failure)
         facts = profile.facts
         if self.compilations is not None:
             import jax
