@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to run
     ("README.md", 0): (1, 2),
     ("checkpoints.md", 0): (1,),
+    ("profiling.md", 0): (1,),
     ("slow-network.md", 0): (2,),
     ("your-own-loop.md", 0): (1, 2),
     ("your-own-loop.md", 1): (1, 2),
@@ -30,6 +31,7 @@ OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # below
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
     ("metrics.md", 0),  # below
+    ("profiling.md", 1),  # tests/profile
     ("serving.md", 0),  # OpenAI's client, as tests/decode use it
     ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py

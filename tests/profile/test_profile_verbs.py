@@ -120,6 +120,12 @@ def test_lines_that_moved_are_compared_with_themselves_and_gone_ones_are_named()
     assert changes["/a/train.py", 5] == (65 * MILLION, 65 * MILLION)
 
 
+def test_a_program_under_another_name_is_compared_with_what_it_was():
+    after = small("/a/faster.py")
+    changes = compare(small(), replace(after, facts=replace(after.facts, command=["faster.py"]))).by_line()
+    assert set(changes) == {("/a/faster.py", 5), ("/a/faster.py", 7)}
+
+
 def test_profiles_that_know_their_steps_are_compared_by_the_step():
     one, other = small(), small(scale=2)
     steps = [replace(one, facts=replace(one.facts, steps=5)), replace(other, facts=replace(other.facts, steps=10))]

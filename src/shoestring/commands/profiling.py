@@ -45,7 +45,7 @@ class RunProfiled:
             raise ConfigError(f"{self.program} is no program", hint=f"shoestring profile view {self.program}")
         if not self.module and not file.is_file():
             raise ConfigError(f"there is no program {self.program}", hint="name a Python file")
-        out = self.out or Path(_name())
+        out, process = self.out or Path(_name()), os.getpid()
         inside = [name.strip() for name in self.inside.split(",") if name.strip()]
         code: object = 0
         folder = "" if self.module else str(file.parent)
@@ -57,8 +57,9 @@ class RunProfiled:
                     runpy.run_path(str(file), run_name="__main__")
             except SystemExit as ended:
                 code = ended.code
-        print("\n".join(summary(result.profile, self.lines)))
-        print(f"\nsaved to {out}; as a page: shoestring profile view {out}")
+        if os.getpid() == process:  # and no fork of it, whose program ends here too
+            print("\n".join(summary(result.profile, self.lines)))
+            print(f"\nsaved to {out}; as a page: shoestring profile view {out}")
         if code is None or isinstance(code, int):
             return code or 0
         print(code, file=sys.stderr)

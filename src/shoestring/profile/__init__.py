@@ -45,7 +45,7 @@ class CallPaths(Feature):
                 raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
 
     def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.profile.window import watch
+        from shoestring.profile.during_training import watch
 
         watch(job, self)
 

@@ -115,7 +115,7 @@ def compare(before: Profile, after: Profile) -> Comparison:
 def _moved(before: Profile, after: Profile) -> CallTree:
     """The former tree with the files and lines of the later source."""
     tree, line, names = before.tree, before.tree.line.copy(), []
-    files = {file: _same_file(file, after.sources) for file in before.sources}
+    files = {file: _same_file(file, before, after) for file in before.sources}
     lines = {
         file: np.array(_counterparts(text.splitlines(), after.sources[files[file]].splitlines()))
         for file, text in before.sources.items()
@@ -130,10 +130,19 @@ def _moved(before: Profile, after: Profile) -> CallTree:
     return replace(tree, names=names, line=line)
 
 
-def _same_file(file: str, sources: Mapping[str, str]) -> str:
-    """The later name of a file: its own, else that of the one file with this name in another folder."""
-    alike = [other for other in sources if PurePath(other).name == PurePath(file).name]
-    return alike[0] if file not in sources and len(alike) == 1 else file
+def _same_file(file: str, before: Profile, after: Profile) -> str:
+    """The later name of a file: its own, else that of the one with its name elsewhere, else the later program's."""
+    if file in after.sources:
+        return file
+    name = PurePath(file).name
+    alike = [other for other in after.sources if PurePath(other).name == name]
+    if not alike and name == _program(before):
+        alike = [other for other in after.sources if PurePath(other).name == _program(after)]
+    return alike[0] if len(alike) == 1 else file
+
+
+def _program(profile: Profile) -> str:
+    return PurePath(profile.facts.command[0]).name if profile.facts.command else ""
 
 
 def _counterparts(before: Sequence[str], after: Sequence[str]) -> list[int]:

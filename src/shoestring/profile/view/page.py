@@ -16,6 +16,7 @@ from shoestring.profile.view import payload
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
+from shoestring.report.sections import bar
 
 _PACKAGE, STYLE = "shoestring.profile.view", "flame.css"
 SCRIPT = ("calls.js", "flame.js", "table.js", "start.js")
@@ -51,14 +52,14 @@ def write(profile: Profile, path: Path) -> Path:
     rows = [
         [
             _place(*place),
-            code(profile.sources, *place),
-            f"{lines[place] / total:.1%}",
+            tag("code", code(profile.sources, *place)),
+            _share(lines[place] / total),
             seconds(lines[place]),
         ]
         for place in order[:_LINES]
     ]
     operators = [
-        [name, f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1))]
+        [name, _share(own / total), seconds(own), f"{count:,}", seconds(own / max(count, 1))]
         for name, (own, count) in list(by_operator(tree).items())[:_OPERATORS]
     ]
     parts = [
@@ -75,6 +76,10 @@ def write(profile: Profile, path: Path) -> Path:
     ]
     name = _command(profile.facts)
     return save(path, document(name, _heading(name, "Profile"), join(parts), payload.of_profile(profile), _frame()))
+
+
+def _share(share: float) -> Markup:
+    return tag("div", bar(share), f"{share:.1%}", class_="share")
 
 
 _LINE_HEAD = ("Line", "Code", "Share", "Time")
@@ -94,7 +99,7 @@ def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path)
     rows = [
         [
             _place(*place),
-            code(comparison.sources, *place),
+            tag("code", code(comparison.sources, *place)),
             seconds(old),
             seconds(new),
             seconds(new - old, sign=True),

@@ -61,9 +61,11 @@ function label(frame) {
   return text.replace(ENGINE, "") || KIND_NAMES[kind];
 }
 
+const written = new Map(); // lines of files
 function codeOf(place) {
-  const text = place && !place.gone ? data.sources[place.file] : undefined;
-  return text === undefined ? "" : (text.split("\n")[place.line - 1] ?? "").trim();
+  if (!place || place.gone || data.sources[place.file] === undefined) return "";
+  if (!written.has(place.file)) written.set(place.file, data.sources[place.file].split("\n"));
+  return (written.get(place.file)[place.line - 1] ?? "").trim();
 }
 
 // ---- views -----------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ class Flame {
     if (width < 26) { context.globalAlpha = 1; return; }
     context.globalAlpha = one.around || (this.found && !found) ? 0.75 : 1;
     context.fillStyle = found ? paper : ink;
-    context.fillText(this.fitting(box.label, width - 10), x + 5, y + ROW / 2 - 0.5);
+    const code = width > 160 && box.parent ? codeOf(placeOf(box.frame)) : "";
+    context.fillText(this.fitting(code ? `${box.label}:  ${code}` : box.label, width - 10), x + 5, y + ROW / 2 - 0.5);
     context.globalAlpha = 1;
   }
 

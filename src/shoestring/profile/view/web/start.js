@@ -1,6 +1,6 @@
 // The controls, what is said of a call, the source of the program, and the start.
 
-const view = { shape: "top-down", as: "graph", packages: false, column: "all", wide: "after", text: "" };
+const view = { shape: "top-down", as: "graph", packages: false, column: "all", wide: "after", by: "time", text: "" };
 const SHAPES = { "top-down": "top-down", "bottom-up": "bottom-up", joined: "backward on its forward line" };
 const element = (id) => document.getElementById(id);
 let flame = null, table = null, shown = null;
@@ -21,9 +21,16 @@ function summed(columns) {
 }
 
 function remake() {
-  const [column, other] = data.diff ? [calls.own[1], calls.own[0]] : [view.column === "all" ? whole() : calls.own[Number(view.column)], null];
+  const [column, other] = data.diff ? [calls.own[1], before()] : [view.column === "all" ? whole() : calls.own[Number(view.column)], null];
   shown = new View({ shape: view.shape, packages: view.packages, column, other });
   refresh();
+}
+
+// The former times; as shares, as if all had taken as long as it does now
+function before() {
+  if (view.by === "time") return calls.own[0];
+  const [then, now] = calls.own.map((own) => own.reduce((a, b) => a + b, 0));
+  return calls.own[0].map((time) => (then ? (time * now) / then : 0));
 }
 
 let all = null;
@@ -67,7 +74,7 @@ function choose(box) {
   if (!shown.other && !shown.up && box.parent) {
     const bytes = box.sum(calls.bytes), flops = box.sum(calls.flops), device = box.sum(calls.device);
     if (bytes) rows.push(["Bytes of its tensors", `${countOf(bytes)}B`]);
-    if (flops) rows.push(["FLOP", `${countOf(flops)} (${countOf(flops / (box.time / 1e9))}FLOP/s)`]);
+    if (flops) rows.push(["FLOP", `${countOf(flops)} (${countOf(flops / (box.sum(calls.inclusive) / 1e9))}FLOP/s)`]);
     if (device) rows.push(["On the accelerator", duration(device)]);
     const inputs = [...new Set(box.at.map((node) => calls.inputs[node]))].filter(Boolean).map((index) => data.names[index]);
     if (inputs.length) rows.push(["Arguments", inputs.slice(0, 3).join("; or ") + (inputs.length > 3 ? "; …" : "")]);
@@ -163,7 +170,7 @@ function controls(form) {
   search.addEventListener("input", () => { view.text = search.value; seek(); });
   search.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); next(); } });
   form.append(choice("Calls", "shape", SHAPES, remake), choice("Show as", "as", { graph: "graph", table: "table" }, refresh));
-  if (data.diff) form.append(choice("Width", "wide", { after: "after", before: "before" }, refresh));
+  if (data.diff) form.append(choice("Compare", "by", { time: "times", share: "shares of all" }, remake), choice("Width", "wide", { after: "after", before: "before" }, refresh));
   else if (data.labels.length > 1) {
     const ranks = html("select", { id: "rank" }, html("option", { value: "all" }, "all together"), ...data.labels.map((name, k) => html("option", { value: k }, name)));
     ranks.addEventListener("change", () => { view.column = ranks.value; remake(); });
