@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 import shoestring as ss
 from shoestring.cli import main
+from shoestring.core.errors import ConfigError
 from shoestring.profile import CallPaths, load, profiled
 from shoestring.testing import FeatureSuite
 from tests.small_runs import write_run_file, write_texts
@@ -56,6 +59,22 @@ def test_a_run_shows_its_lines_in_its_report_with_a_link_to_the_page(tmp_path, m
     assert Path("run/profile.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_ranks_are_merged_and_keep_their_times(tmp_path):
+    tables = {
+        "run": {"steps": 6, "data": write_texts(tmp_path / "texts"), "folder": "run"},
+        "profile": {"callpaths": {"after": 2, "steps": 0}},
+    }
+    command = [sys.executable, "-m", "shoestring", "train", write_run_file(tmp_path / "run.toml", tables)]
+    subprocess.run([*command, "--workers", "2"], cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    profile = load(tmp_path / "run" / "profile.npz")
+    assert profile.ranks.labels == ["rank 0", "rank 1"]
+    assert (profile.ranks.own.sum(1) > 0).all()
+    assert profile.facts.steps == 4
+    assert not list((tmp_path / "run").glob("profile-*"))
+    assert "rank 1" in (tmp_path / "run" / "profile.html").read_text()
+
+
 def job(folder, **settings):
     net = torch.nn.Linear(4, 1)
     composed = ss.Job(net, loss=lambda output, batch: (output.sum(), torch.tensor(4.0)), forward=lambda m, b: m(b))
@@ -87,6 +106,20 @@ def test_a_full_disk_does_not_end_training(tmp_path, caplog):
     assert "the profile could not be written" in caplog.text
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(ss.core.errors.ConfigError, match=r"profile.callpaths.steps. must not be negative"):
-        job(tmp_path, steps=-1)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"steps": -1}, "steps. must not"), ({"share": 0.0}, "share. must be above 0"), ({"budget": 2.0}, "from 0 to 1")],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=rf"`profile.callpaths.*{said}"):
+        job(tmp_path, **settings)
+
+
+def test_a_sampled_window_says_so(tmp_path):
+    with job(tmp_path, after=0, steps=0, budget=0.5) as training:
+        for _ in range(20):
+            training.step(torch.ones(4, 4))
+    facts = load(tmp_path / "profile.npz").facts
+    assert 0 < facts.share <= 1
+    assert facts.steps == 20

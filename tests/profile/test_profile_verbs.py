@@ -155,6 +155,17 @@ def test_packages_count_as_the_program_where_they_are_asked_for():
     assert sum(line.total for line in by_line(alone).values()) == 95 * MILLION  # on the nearest lines there are
 
 
+def test_times_that_were_sampled_say_how_far_they_may_be_off(tmp_path, capsys):
+    profile = small()
+    variance = np.where(profile.tree.kind == 1, (9.5 * MILLION / 1.96) ** 2, 0.0)  # of four Python lines
+    uncertain = replace(profile, tree=replace(profile.tree, own_variance=variance))
+    assert by_line(uncertain.tree)["/a/train.py", 7].uncertainty == pytest.approx(9.5 * MILLION)
+    uncertain.save(tmp_path / "u.npz")
+    assert main(["profile", "view", str(tmp_path / "u.npz")]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert next(row for row in rows if "train.py:7" in row).split()[:2] == ["31.6%", "10.0%"]
+
+
 def test_sources_are_those_of_the_program_and_have_an_end(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(SOURCE)

@@ -31,6 +31,12 @@ class RunProfiled:
     """File to save the profile to; defaults to profile.npz, and under torchrun to profile-RANK.npz for each rank."""
     lines: int = 15
     """Number of lines of the program to show."""
+    share: float = 1.0
+    """Part of the time in which operators are recorded, above 0 and up to 1. Below 1, counts and times are estimates,
+    scaled up; a smaller share costs less time and is less certain."""
+    budget: float | None = None
+    """Processor time that the profile may add, as a part of the program's: 0.03 is 3%. The share of the time that is
+    recorded follows from it."""
     inside: str = ""
     """Names of installed packages whose lines count as the program's own, such as `transformers`, with commas between
     them."""
@@ -49,7 +55,8 @@ class RunProfiled:
         inside = [name.strip() for name in self.inside.split(",") if name.strip()]
         code: object = 0
         folder = "" if self.module else str(file.parent)
-        with _interpreter([self.program or self.module, *arguments], folder), profiled(out, inside) as result:
+        recording = profiled(out, inside, share=self.share, budget=self.budget)
+        with _interpreter([self.program or self.module, *arguments], folder), recording as result:
             try:
                 if self.module:
                     runpy.run_module(self.module, run_name="__main__", alter_sys=True)

@@ -29,6 +29,12 @@ class CallPaths(Feature):
     steps: int = 50
     """Number of steps to profile; 0 profiles all until training ends. More steps give truer means, and cost time, but
     no memory."""
+    share: float = 1.0
+    """Part of the time in which operators are recorded, above 0 and up to 1. Below 1, counts and times are estimates,
+    scaled up; a smaller share costs less time and is less certain."""
+    budget: float = 0.0
+    """Processor time that profiling may add while it records, as a part of the run's: 0.03 is 3%. The share of the time
+    that is recorded follows from it; 0 leaves it at `share`."""
     inside: tuple[str, ...] = ("shoestring",)
     """Names of installed packages whose lines count as the program's own, so that their time is shown line by line."""
     folder: str = "."
@@ -43,6 +49,10 @@ class CallPaths(Feature):
         for name in ("after", "steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"`{self.name}.share` must be above 0 and at most 1, got {self.share}")
+        if not 0 <= self.budget <= 1:
+            raise ConfigError(f"`{self.name}.budget` must be from 0 to 1, got {self.budget}")
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.profile.during_training import watch

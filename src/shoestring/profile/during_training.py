@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,23 +50,33 @@ class _ProfiledSteps:
         self.job, self.settings = job, settings
         self.recording = ExitStack()
         self.result: ProfileResult | None = None
-        self.steps = self.recorded = 0
+        self.passed = self.first = 0
         self.over = False
+
+    @property
+    def recorded(self) -> int:
+        """Optimizer steps since the recording began."""
+        return self.job.progress.step - self.first
 
     def before_step(self) -> None:
         """Begin before the first step of the window, and end before the first one after it: data loading is in it."""
         if self.result is not None and self.settings.steps and self.recorded >= self.settings.steps:
             self.finish()
-        elif self.result is None and not self.over and self.steps >= self.settings.after:
+        elif self.result is None and not self.over and self.passed >= self.settings.after:
+            self.first = self.job.progress.step
             try:
-                self.result = self.recording.enter_context(profiled(inside=self.settings.inside))
+                self.result = self.recording.enter_context(self._recording())
             except RuntimeError as error:
                 self.over = True
                 log.warning("%s: %s; this one records nothing", self.settings.name, error)
+        self.passed += 1
+
+    def _recording(self) -> AbstractContextManager[ProfileResult]:
+        settings = self.settings
+        return profiled(inside=settings.inside, share=settings.share, budget=settings.budget or None)
 
     def after_step(self) -> None:
-        self.steps += 1
-        self.recorded += self.result is not None
+        """End with the last step: also of a loop that ends by itself, where this is called once more."""
         if self.result is not None and self.job.done:
             self.finish()
 

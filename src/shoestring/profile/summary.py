@@ -26,7 +26,7 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
     lines = sorted(by_line(tree, profile.facts.inside).items(), key=lambda item: -item[1].total)
     rows = [_line_row(profile.sources, place, line, total) for place, line in lines[:most]]
     yield ""
-    yield from columns(["share", "forward", "backward", "Python", "line", "code", "mostly"], rows, figures=4)
+    yield from columns(["share", "±", "forward", "backward", "Python", "line", "code", "mostly"], rows, figures=5)
     if len(lines) > most:
         yield f"and {len(lines) - most} more lines"
     yield ""
@@ -54,7 +54,7 @@ def _headline(profile: Profile) -> Iterator[str]:
     if device := int(tree.device.sum()):
         yield f"{seconds(device)} on the accelerator"
     if facts.share < 1:
-        yield f"sampled: {facts.share:.1%} of the operators were recorded, and their counts and times are scaled up"
+        yield f"sampled: operators were recorded {facts.share:.1%} of the time; counts and times are scaled up to all"
     if facts.lost:
         yield f"{facts.lost:,} calls found no room in the tree; they are in no line"
     for name, waits in sorted(facts.waits.items(), key=lambda item: -item[1].seconds)[:5]:
@@ -80,7 +80,8 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
 def _line_row(sources: Mapping[str, str], place: tuple[str, int], line: LineTime, total: int) -> list[str]:
     times = (seconds(value) if value else "" for value in (line.forward, line.backward, line.python))
     mostly = max(line.operators, key=lambda name: line.operators[name], default="")
-    return [f"{line.total / total:.1%}", *times, f"{short(place[0])}:{place[1]}", code(sources, *place), mostly]
+    unsure = f"{line.uncertainty / total:.1%}" if line.uncertainty >= 0.0005 * total else ""
+    return [f"{line.total / total:.1%}", unsure, *times, f"{short(place[0])}:{place[1]}", code(sources, *place), mostly]
 
 
 def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:

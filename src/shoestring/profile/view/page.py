@@ -169,7 +169,7 @@ def _strip(profile: Profile) -> Markup:
             "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
             "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
             "Ranks": str(len(profile.ranks.labels)) if profile.ranks else "",
-            "Sampled operators": f"{facts.share:.1%}" if facts.share < 1 else "",
+            "Time with operators recorded": f"{facts.share:.1%}" if facts.share < 1 else "",
             "Call paths": f"{len(tree):,}",
         }
     )
