@@ -13,6 +13,7 @@ from shoestring.profile.comparison import merged
 from shoestring.profile.exports import FORMATS
 from shoestring.profile.protobuf import message, varint
 from shoestring.profile.recording import StepTimes
+from shoestring.profile.tree import NodeKind, TreeBuilder
 from tests.profile.small_profiles import MILLION, hostile, small
 
 INTEGER, UNSIGNED, TEXT, MESSAGE = 3, 4, 9, 11  # google.protobuf.FieldDescriptorProto.Type
@@ -112,6 +113,17 @@ def test_hatchet_gets_the_tree_with_times_that_add_up():
     assert root["children"][0]["frame"] == {
         "name": "<module> (train.py:10)", "type": "python", "file": "/a/train.py", "line": 10,
     }  # fmt: skip
+
+
+def test_hatchets_literal_may_be_deeper_than_a_recursion():
+    builder, node = TreeBuilder(), 0
+    for _ in range(3000):
+        node = builder.node(node, NodeKind.OPERATOR, "x")
+    builder.add(node, count=1, own=5)
+    profile = small()
+    text = export("hatchet", replace(profile, tree=builder.build())).decode()
+    assert text.count("{") == text.count("}") == 3 * 3001
+    assert text.endswith("]}" * 3001 + "]")
 
 
 def test_varints_are_those_of_the_wire_format():

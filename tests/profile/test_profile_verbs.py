@@ -1,6 +1,7 @@
 """`shoestring profile`: what belongs to it and what to the program, and what it says of one profile or two."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from shoestring.cli import main
 from shoestring.commands.profiling import split
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.trace import Trace
 from shoestring.profile import analyses, load
 from shoestring.profile.comparison import compare, merged
 from shoestring.profile.findings import Finding, by_gain
-from shoestring.profile.lines import by_line, package_of, sources_of
+from shoestring.profile.lines import by_line, package_of, short, sources_of
 from shoestring.profile.recording import RankTimes
 from tests.profile.small_profiles import MILLION, SOURCE, small
 
@@ -143,7 +145,12 @@ def test_code_is_the_programs_own_unless_it_is_installed_or_pythons():
     assert package_of("/opt/python/lib/python3.12/json/decoder.py") == "python"
     assert package_of("<frozen runpy>") == package_of("<string>") == "python"
     assert package_of("/home/me/train.py") == package_of("<ipython-input-1-2>") == ""
-    assert package_of(by_line.__code__.co_filename) == "shoestring"
+    assert package_of(main.__code__.co_filename) == "shoestring"
+    assert package_of(by_line.__code__.co_filename) == package_of(Trace.record.__code__.co_filename) == "python"
+    assert short("/v/lib/python3.11/site-packages/torch/nn/functional.py") == "torch/nn/functional.py"
+    assert (
+        short(main.__code__.co_filename) == "shoestring/cli.py" or Path.cwd() in Path(main.__code__.co_filename).parents
+    )
 
 
 def test_packages_count_as_the_program_where_they_are_asked_for():

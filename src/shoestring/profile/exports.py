@@ -122,7 +122,8 @@ _LINE = str.maketrans({";": ":", "\n": " ", "\r": " "})
 def hatchet(profile: Profile) -> bytes:
     """Nested frames with metrics, times in seconds; those of several ranks are summed."""
     tree = profile.tree
-    nodes: list[dict[str, Any]] = []
+    texts: list[str] = []
+    inside: list[list[str]] = [[] for _ in range(len(tree))]
     for node in range(len(tree)):
         frame: dict[str, Any] = {"name": tree.label(node), "type": NodeKind(int(tree.kind[node])).name.lower()}
         if tree.kind[node] == NodeKind.PYTHON:
@@ -131,10 +132,11 @@ def hatchet(profile: Profile) -> bytes:
         for name in ("count", "bytes", "flops"):
             metrics[name] = int(getattr(tree, name)[node])
         metrics["accelerator"] = tree.device[node] / 1e9
-        nodes.append({"frame": frame, "metrics": metrics, "children": []})
-        if node:
-            nodes[tree.parent[node]]["children"].append(nodes[node])
-    return json.dumps(nodes[:1], separators=(",", ":")).encode()
+        texts.append(f'{{"frame":{json.dumps(frame)},"metrics":{json.dumps(metrics)},"children":[')
+    for node in range(len(tree) - 1, 0, -1):  # from within: paths may be deeper than a recursion may be
+        inside[tree.parent[node]].append(f"{texts[node]}{','.join(reversed(inside[node]))}]}}")
+        inside[node] = []
+    return f"[{texts[0]}{','.join(reversed(inside[0]))}]}}]".encode()
 
 
 def perfetto(profile: Profile) -> bytes:

@@ -17,6 +17,7 @@ from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)")
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
+_WATCHING = (f"{_OWN_PACKAGE}profile/", f"{_OWN_PACKAGE}core/trace.py")  # which are on the path to what they watch
 _FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
 
 LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
@@ -47,12 +48,26 @@ class LineTime:
 
 
 def package_of(file: str) -> str:
-    """The package that a file is installed with, `python` for the standard library, and "" for the program itself."""
+    """The package that a file is installed with, "" for the program itself, and `python` for what is never shown as it.
+
+    That is the standard library, and the code of this package that marks and records other code.
+    """
     if found := _INSTALLED.search(file):
         return found[1]
     if file.startswith(_OWN_PACKAGE):
-        return "shoestring"
+        return "python" if file.startswith(_WATCHING) else "shoestring"
     return "python" if _PYTHON.search(file) else ""
+
+
+def short(file: str) -> str:
+    """A path as it is from here, or within what is installed."""
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    if file.startswith(_OWN_PACKAGE):
+        return f"shoestring/{file.removeprefix(_OWN_PACKAGE)}"
+    installed = _INSTALLED.search(file)
+    return file[installed.start(1) :] if installed else file
 
 
 def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:

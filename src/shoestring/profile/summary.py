@@ -10,12 +10,15 @@ import numpy as np
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
-from shoestring.profile.lines import LineTime, by_line, in_backward
-from shoestring.profile.recording import Profile
+from shoestring.profile.lines import LineTime, by_line, in_backward, short
+from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind
 
 _CODE = 48
 """Characters of a line's code that are shown."""
+
+_NOTABLE = 0.005
+"""Share of the time below which what held the program up is not worth a line."""
 
 
 def summary(profile: Profile, most: int = 15) -> Iterator[str]:
@@ -43,23 +46,45 @@ def _headline(profile: Profile) -> Iterator[str]:
     python = tree.kind == NodeKind.PYTHON
     forward, backward = (seconds(own[~python & ~root(tree) & (behind == side)].sum()) for side in (False, True))
     ranks = f" on {len(profile.ranks.labels)} ranks" if profile.ranks else ""
-    command = " ".join([Path(facts.command[0]).name, *facts.command[1:]]) if facts.command else "program"
-    command = command if len(command) <= 60 else f"{command[:59]}…"
+    title = command(facts)
+    title = title if len(title) <= 60 else f"{title[:59]}…"
     steps = f", {facts.steps:,} steps" if facts.steps else ""
-    yield f"{command}: {facts.seconds:.2f} s{ranks}{steps}"
+    yield f"{title}: {facts.seconds:.2f} s{ranks}{steps}"
     yield (
         f"{forward} in operators, {backward} in the backward pass, {seconds(own[python].sum())} in Python outside of"
         f" operators; recording took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
     )
+    beside = int(tree.inclusive[0]) - (facts.seconds - facts.overhead) * 1e9
+    if beside > _NOTABLE * tree.inclusive[0]:
+        yield f"other threads worked beside the first for {seconds(beside)}, which lines and operators include"
     if device := int(tree.device.sum()):
         yield f"{seconds(device)} on the accelerator"
     if facts.share < 1:
         yield f"sampled: operators were recorded {facts.share:.1%} of the time; counts and times are scaled up to all"
     if facts.lost:
         yield f"{facts.lost:,} calls found no room in the tree; they are in no line"
-    for name, waits in sorted(facts.waits.items(), key=lambda item: -item[1].seconds)[:5]:
-        where = f", first at {waits.where}" if waits.where else ""
-        yield f"{name}: {waits.count:,} times, {waits.seconds:.2f} s{where}"
+    yield from [line for line, share in waits(facts) if share >= _NOTABLE][:5]
+
+
+def command(facts: Facts) -> str:
+    """The program and its arguments, as one calls it."""
+    if not facts.command:
+        return "program"
+    program = Path(facts.command[0])
+    return " ".join([program.parent.name if program.name == "__main__.py" else program.name, *facts.command[1:]])
+
+
+def waits(facts: Facts) -> list[tuple[str, float]]:
+    """What held the program up, as a line, and its share of the time; the longest first."""
+    lines = []
+    for name, events in sorted(facts.waits.items(), key=lambda item: -item[1].seconds):
+        file, _, number = events.where.rpartition(":")
+        where = f", first at {short(file)}:{number}" if events.where else ""
+        times = f"{events.count:,} time{'s' * (events.count != 1)}"
+        lines.append(
+            (f"{name}: {times}, {seconds(events.seconds * 1e9)}{where}", events.seconds / (facts.seconds or 1))
+        )
+    return lines
 
 
 def root(tree: CallTree) -> np.ndarray:
@@ -135,9 +160,3 @@ def seconds(nanoseconds: float, *, sign: bool = False) -> str:
         if abs(nanoseconds) >= scale:
             return f"{nanoseconds / scale:{'+' if sign else ''}.3g} {unit}"
     return f"{nanoseconds:{'+' if sign else ''}.0f} ns"
-
-
-def short(file: str) -> str:
-    """A path as it is from here."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

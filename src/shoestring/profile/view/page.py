@@ -11,7 +11,7 @@ from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import by_line
 from shoestring.profile.recording import Facts, Profile
-from shoestring.profile.summary import by_operator, code, seconds
+from shoestring.profile.summary import by_operator, code, command, seconds, waits
 from shoestring.profile.view import payload
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.markup import Markup, join, tag
@@ -53,14 +53,15 @@ def write(profile: Profile, path: Path) -> Path:
         [
             _place(*place),
             tag("code", code(profile.sources, *place)),
-            _share(lines[place] / total),
+            _share(lines[place] / total, lines[order[0]] / total),
             seconds(lines[place]),
         ]
         for place in order[:_LINES]
     ]
+    longest = list(by_operator(tree).items())[:_OPERATORS]
     operators = [
-        [name, _share(own / total), seconds(own), f"{count:,}", seconds(own / max(count, 1))]
-        for name, (own, count) in list(by_operator(tree).items())[:_OPERATORS]
+        [name, _share(own / total, longest[0][1][0] / total), seconds(own), f"{count:,}", seconds(own / max(count, 1))]
+        for name, (own, count) in longest
     ]
     parts = [
         _findings(find(profile), profile.sources),
@@ -74,12 +75,13 @@ def write(profile: Profile, path: Path) -> Path:
         _section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
         _notes(profile.facts),
     ]
-    name = _command(profile.facts)
+    name = command(profile.facts)
     return save(path, document(name, _heading(name, "Profile"), join(parts), payload.of_profile(profile), _frame()))
 
 
-def _share(share: float) -> Markup:
-    return tag("div", bar(share), f"{share:.1%}", class_="share")
+def _share(share: float, longest: float) -> Markup:
+    """A share with a bar, which for the longest is full."""
+    return tag("div", bar(share / (longest or 1)), tag("span", f"{share:.1%}", class_="figure"), class_="share")
 
 
 _LINE_HEAD = ("Line", "Code", "Share", "Time")
@@ -136,10 +138,6 @@ def _heading(title: str, kind: str) -> Markup:
     return tag("div", tag("h1", title), tag("p", kind, class_="quiet"), class_="title")
 
 
-def _command(facts: Facts) -> str:
-    return " ".join([Path(facts.command[0]).name, *facts.command[1:]]) if facts.command else "program"
-
-
 def _findings(findings: Sequence[Finding], sources: Mapping[str, str]) -> Markup:
     shown = [
         tag(
@@ -164,7 +162,7 @@ def _strip(profile: Profile) -> Markup:
     return _facts(
         {
             "Time": f"{facts.seconds:.2f} s",
-            "In operators": seconds(tree.inclusive[0] - python - tree.own[0]),
+            "In operators, on all threads": seconds(tree.inclusive[0] - python - tree.own[0]),
             "In Python outside of them": seconds(python),
             "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
             "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
@@ -214,10 +212,7 @@ def _source(sources: Mapping[str, str], head: Sequence[str]) -> Markup:
 
 
 def _notes(facts: Facts) -> Markup:
-    notes = [
-        f"{name}: {waits.count:,} times, {waits.seconds:.2f} s" + (f", first at {waits.where}" if waits.where else "")
-        for name, waits in facts.waits.items()
-    ]
+    notes = [line for line, _ in waits(facts)]
     if facts.lost:
         notes.append(f"{facts.lost:,} calls found no room in the tree; they are in no line.")
     notes.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
