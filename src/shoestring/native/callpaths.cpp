@@ -298,7 +298,9 @@ struct Open {  // an operator that runs
 
 struct Stack {  // of a span, which goes on when the function that began it has returned
     uint32_t level;
-    std::vector<Frame> frames;
+    std::vector<Frame> frames;   // when it began
+    uint32_t same = 0;           // of them, how many were as then when the last operator within began
+    std::vector<Frame> current;  // what was called beyond those, with nodes
 };
 
 struct Thread {
@@ -551,24 +553,54 @@ uint32_t whole_path(Thread& own) {
     return node;
 }
 
-// The same below an operator that runs: only what it has called.
-uint32_t path_below(Thread& own, const Open& above) {
-    Frames found;
-    uint32_t count = collect(own, above.span ? nullptr : above.frame, found), depth = std::min(count, DEPTH);
-    uint32_t level = 0, node = above.node;
-    if (above.span) {  // what ran when the span began, up to the function that has gone on since
-        auto& stack = own.spans.back().frames;
-        for (; level < std::min<size_t>(depth, stack.size()); level++) {
-            auto* frame = found[(count - 1 - level) % DEPTH];
-            const Frame& then = stack[level];
-            if (then.frame != frame || then.code != code_of(frame) || then.instruction != frame->prev_instr) break;
-        }
+// The nodes of frames `found` (the newest first) below `node`, where those of `before` are not known already.
+uint32_t follow(Thread& own, uint32_t node, const Frames& found, uint32_t count, std::vector<Frame>& before) {
+    uint32_t depth = std::min(count, DEPTH), level = 0;
+    for (; level < std::min<size_t>(depth, before.size()); level++) {
+        auto* frame = found[(count - 1 - level) % DEPTH];
+        const Frame& then = before[level];
+        if (then.instruction != frame->prev_instr || then.code != code_of(frame)) break;
+        node = then.node;
     }
+    before.resize(level);
     for (; level < depth; level++) {
         auto* frame = found[(count - 1 - level) % DEPTH];
         node = own.line(node, code_of(frame), frame->prev_instr);
+        before.push_back({frame, code_of(frame), frame->prev_instr, node});
     }
     return node;
+}
+
+// The same below a span that runs: what was called beyond that which ran when it began.
+uint32_t path_in_span(Thread& own, const Open& above) {
+    Stack& stack = own.spans.back();
+    Frames found;
+    if (stack.same && stack.current.size()) {
+        // The function that began the span runs still, so what called it is where it was.
+        auto* until = stack.frames[stack.same - 1].frame;
+        uint32_t count = collect(own, until, found);
+        auto* owner = count && count <= DEPTH ? found[count - 1] : nullptr;
+        if (owner == stack.current[0].frame && owner->previous == until && code_of(owner) == stack.current[0].code)
+            return follow(own, above.node, found, count, stack.current);
+    }
+    uint32_t count = collect(own, nullptr, found);
+    stack.same = 0;
+    for (uint32_t level = 0; level < std::min<size_t>({count, DEPTH, stack.frames.size()}); level++) {
+        auto* frame = found[(count - 1 - level) % DEPTH];
+        const Frame& then = stack.frames[level];
+        if (then.frame != frame || then.code != code_of(frame) || then.instruction != frame->prev_instr) break;
+        stack.same++;
+    }
+    stack.current.clear();
+    return count > DEPTH ? above.node : follow(own, above.node, found, count - stack.same, stack.current);
+}
+
+// The same below an operator that runs: only what it has called.
+uint32_t path_below(Thread& own, const Open& above) {
+    Frames found;
+    std::vector<Frame> nothing;
+    uint32_t count = collect(own, above.frame, found);
+    return follow(own, above.node, found, count, nothing);
 }
 
 // -- what torch calls ------------------------------------------------------------------------------------------------
@@ -618,7 +650,7 @@ uint32_t forward_link(Thread& own, uint32_t node, uint64_t torch_thread, int64_t
 void remember_stack(Thread& own, uint32_t level) {
     Frames found;
     uint32_t count = collect(own, nullptr, found);
-    own.spans.push_back({level, {}});
+    own.spans.push_back({.level = level});
     for (uint32_t i = 0; i < std::min(count, DEPTH); i++) {
         auto* each = found[(count - 1 - i) % DEPTH];
         own.spans.back().frames.push_back({each, code_of(each), each->prev_instr, 0});
@@ -648,7 +680,8 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
         if (!own.lasting) own.state = PyGILState_GetThisThreadState();
         frame = own.state ? newest_frame(own.state) : nullptr;
         if (frame && !above) node = whole_path(own);
-        else if (frame && (above->span || frame != above->frame)) node = path_below(own, *above);
+        else if (frame && above->span) node = path_in_span(own, *above);
+        else if (frame && frame != above->frame) node = path_below(own, *above);
     }
     auto scope = fn.scope();
     int64_t sequence = fn.seqNr();

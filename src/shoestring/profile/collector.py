@@ -12,7 +12,7 @@ from shoestring.core.trace import listening
 from shoestring.profile import native_tree
 from shoestring.profile.happenings import Happenings, StepClock, machine, watched
 from shoestring.profile.native_tree import ThreadData
-from shoestring.profile.python_samples import PythonSampler, share_out
+from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.spans import SpanListener
 from shoestring.profile.tree import CallTree, TreeBuilder
@@ -95,7 +95,7 @@ class Collector:
         overhead = int(mine.cost[0]) * tick / 1e9 if mine else 0.0
         if self.frames:
             outside = seconds * 1e9 - overhead * 1e9 - (mine.outermost * tick if mine else 0.0)
-            share_out(builder, self.sampler.seen, max(outside, 0.0))
+            self.sampler.seen.share_out(builder, max(outside, 0.0))
         return Recorded(
             builder.build(),
             Facts(

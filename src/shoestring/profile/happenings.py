@@ -16,7 +16,7 @@ import torch
 
 from shoestring.profile.recording import Events, StepTimes
 
-MOST_STEPS, MOST_EVENTS = 256, 64
+MOST_STEPS, MOST_EVENTS = 128, 64
 LONGEST_NAME = 200
 RESIDENT_EVERY = 0.05
 """Seconds between two looks at how much memory the process has."""
@@ -59,7 +59,9 @@ class StepClock:
         if now - self.looked > RESIDENT_EVERY:
             self.looked, self.resident = now, _resident()
         first = self.steps + 1 - len(self.open)
-        self.times.append(StepTimes(first, len(self.open), sum(self.open), max(self.open), self.resident))
+        self.times.append(
+            StepTimes(first, len(self.open), round(sum(self.open), 6), round(max(self.open), 6), self.resident)
+        )
         self.open = []
         if len(self.times) >= MOST_STEPS:
             self.width *= 2

@@ -4,20 +4,65 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
-SAMPLES_A_SECOND = 100
-"""They only say how Python's own time is shared out: how much there is, is known exactly."""
+SHORTEST, LONGEST = 0.02, 0.05
+"""Seconds from one sample to the next, at first and after a while. They only say how Python's own time is shared out:
+how much there is, is known exactly."""
 
 DEEPEST = 192
 """Python frames of a sample; of deeper stacks the outermost are kept."""
 
-Path = tuple[tuple[str, int], ...]
-"""From the outside in: file<TAB>function, and line."""
+RARE = 0.01
+"""Of all samples; a line with fewer is counted with its caller, so that a tree does not grow with time."""
+
+
+class Samples:
+    """Samples of call paths, as a tree: a node is a line below that which called it, and the first is above all."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, CodeType, int], int] = {}
+        self.counts = [0]
+
+    def add(self, frame: FrameType | None) -> None:
+        """One more sample, of this frame and those that called it."""
+        path: list[tuple[CodeType, int]] = []
+        while frame is not None:
+            path.append((frame.f_code, frame.f_lineno or 0))
+            frame = frame.f_back
+        node = 0
+        for code, line in path[: -DEEPEST - 1 : -1]:
+            node = self.known.setdefault((node, code, line), len(self.counts))
+            if node == len(self.counts):
+                self.counts.append(0)
+        self.counts[node] += 1
+
+    def share_out(self, builder: TreeBuilder, nanoseconds: float) -> None:
+        """Give the time outside operators to the lines that samples were taken at."""
+        total = sum(self.counts)
+        if not total:
+            builder.add(0, own=round(nanoseconds))
+            return
+        counts = list(self.counts)
+        for (parent, _, _), node in reversed(self.known.items()):
+            if parent and counts[node] < RARE * total:
+                counts[parent] += counts[node]
+                counts[node] = 0
+        places = [0] * len(counts)
+        wanted = list(map(bool, counts))
+        for (parent, _, _), node in reversed(self.known.items()):
+            wanted[parent] |= wanted[node]
+        for (parent, code, line), node in self.known.items():
+            if not wanted[node]:
+                continue
+            name = f"{code.co_filename}\t{code.co_qualname}"
+            places[node] = builder.node(places[parent], NodeKind.PYTHON, name, line)
+            share = counts[node] / total
+            variance = nanoseconds**2 * share * (1 - share) / total
+            builder.add(places[node], own=round(nanoseconds * share), own_variance=variance)
 
 
 class PythonSampler(threading.Thread):
@@ -32,41 +77,20 @@ class PythonSampler(threading.Thread):
     def __init__(self, threads: Sequence[int], inside: Callable[[int], bool], tick: Callable[[], None]) -> None:
         super().__init__(name="shoestring-profile", daemon=True)
         self.watched, self.inside, self.tick = list(threads), inside, tick
-        self.seen: Counter[Path] = Counter()
+        self.seen = Samples()
+        self.interval = SHORTEST
         self.ending = threading.Event()
 
     def run(self) -> None:
-        while not self.ending.wait(1 / SAMPLES_A_SECOND):
+        while not self.ending.wait(self.interval):
+            self.interval = min(LONGEST, self.interval * 1.01)
             self.tick()
             watched = [ident for ident in self.watched if not self.inside(ident)]
             frames = sys._current_frames() if watched else {}
             for ident in watched:
                 if (frame := frames.get(ident)) is not None:
-                    self.seen[path_of(frame)] += 1
+                    self.seen.add(frame)
 
     def finish(self) -> None:
         self.ending.set()
         self.join()
-
-
-def path_of(frame: FrameType | None) -> Path:
-    """The call path of a frame."""
-    path: list[tuple[str, int]] = []
-    while frame is not None:
-        code = frame.f_code
-        path.append((f"{code.co_filename}\t{code.co_qualname}", frame.f_lineno or 0))
-        frame = frame.f_back
-    return tuple(path[::-1][:DEEPEST])
-
-
-def share_out(builder: TreeBuilder, seen: Counter[Path], nanoseconds: float) -> None:
-    """Give the time outside operators to the lines that samples were taken at."""
-    total = sum(seen.values())
-    if not total:
-        builder.add(0, own=round(nanoseconds))
-    for path, samples in seen.items():
-        node = 0
-        for name, line in path:
-            node = builder.node(node, NodeKind.PYTHON, name, line)
-        variance = (nanoseconds / total) ** 2 * samples * (1 - samples / total)
-        builder.add(node, own=round(nanoseconds * samples / total), own_variance=variance)

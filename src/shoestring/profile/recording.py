@@ -66,7 +66,7 @@ class Facts:
     steps: int = 0
     """Optimizer steps; 0 is not known."""
     clock: list[StepTimes] = field(default_factory=list)
-    """Of all steps in their order, those that follow each other together where there are many: 256 entries at most."""
+    """Of all steps in their order, those that follow each other together where there are many: 128 entries at most."""
     waits: dict[str, Events] = field(default_factory=dict)
     """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
     torch.compile; 64 at most."""

@@ -1,0 +1,173 @@
+"""What a profile says is so: every nanosecond somewhere once, on a line of the program, and the ranking torch has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity
+
+from benchmarks.harness import Bar, Measured
+from benchmarks.profile.workloads import WORKLOADS, build
+from shoestring.profile import profiled
+from shoestring.profile.lines import own_lines
+from shoestring.profile.recording import Profile
+from shoestring.profile.tree import CallTree, NodeKind
+
+STEPS, ROUNDS = 12, 4
+
+
+@cache
+def exact(name: str) -> Profile:
+    """Of some steps of a workload, after the first."""
+    torch.set_num_threads(1)
+    workload = build(name)
+    workload.step()
+    with profiled() as result:
+        for _ in range(STEPS):
+            workload.step()
+    return result.profile
+
+
+def of_backward(tree: CallTree) -> np.ndarray:
+    """Functions of the backward pass that no other contains."""
+    outermost = np.zeros(len(tree), bool)
+    inside = np.zeros(len(tree), bool)
+    for node in range(1, len(tree)):
+        parent = tree.parent[node]
+        backward = tree.kind[node] == NodeKind.BACKWARD
+        inside[node] = inside[parent] or backward
+        outermost[node] = backward and not inside[parent]
+    return outermost
+
+
+def linked(name: str) -> float:
+    """Part of the backward time that is on a link to the forward pass; accumulation has no operator to link to."""
+    tree = exact(name).tree
+    outermost = of_backward(tree)
+    accumulates = np.array(["AccumulateGrad" in tree.names[each] for each in tree.name])
+    time = np.where(outermost & ~accumulates, tree.inclusive, 0)
+    return float(time[tree.kind[tree.parent] == NodeKind.LINK].sum() / time.sum())
+
+
+def on_lines(name: str) -> float:
+    """Part of the operators' own time that has a line of the program above it, or above what it is linked to."""
+    tree = exact(name).tree
+    time = np.where(np.isin(tree.kind, (NodeKind.ROOT, NodeKind.PYTHON)), 0, tree.own)
+    return float(time[tree.nearest(own_lines(tree)) >= 0].sum() / time.sum())
+
+
+def not_conserved(name: str) -> float:
+    """Nanoseconds by which inclusive times differ from the sums of what is below."""
+    tree = exact(name).tree
+    sums = tree.own.copy()
+    for node in range(len(tree) - 1, 0, -1):
+        sums[tree.parent[node]] += sums[node]
+    return float(np.abs(sums - tree.inclusive).sum() + abs(tree.own.sum() - tree.inclusive[0]))
+
+
+def beyond_wall(name: str) -> float:
+    """Difference of the tree's total, with what recording took, from the seconds that went by."""
+    profile = exact(name)
+    total = float(profile.tree.inclusive[0]) / 1e9 + profile.facts.overhead
+    return abs(total / profile.facts.seconds - 1)
+
+
+def ranking(name: str) -> float:
+    """Spearman's correlation of operators' own times with those of torch.profiler, of steps in turn.
+
+    Of each operator the least time of some rounds counts, and of operators those that take 0.1% of the time at least:
+    on others two runs of torch.profiler do not agree.
+    """
+    workload = build(name)
+    workload.step()
+    ours, times = Counter[str](), Counter[str]()
+    for _ in range(ROUNDS):
+        with profiled() as result:
+            for _ in range(STEPS // 2):
+                workload.step()
+        tree, found = result.profile.tree, Counter[str]()
+        for node in np.flatnonzero(tree.kind == NodeKind.OPERATOR):
+            found[tree.names[tree.name[node]]] += int(tree.own[node])
+        ours = least(ours, found)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as theirs:
+            for _ in range(STEPS // 2):
+                workload.step()
+        times = least(times, Counter({event.key: event.self_cpu_time_total for event in theirs.key_averages()}))
+    both = sorted(each for each in ours.keys() & times.keys() if ours[each] >= ours.total() / 1000)
+    first, second = (np.argsort(np.argsort([of[operator] for operator in both])) for of in (ours, times))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def least(before: Counter[str], now: Counter[str]) -> Counter[str]:
+    """Of each operator the smaller time."""
+    return before & now if before else now
+
+
+def differing(name: str) -> float:
+    """Losses of some steps that are other numbers with a profile than without."""
+    plain, watched = build(name), build(name)
+    torch.manual_seed(1)
+    expected = [plain.step() for _ in range(STEPS)]
+    torch.manual_seed(1)
+    with profiled():
+        found = [watched.step() for _ in range(STEPS)]
+    return float(sum(a != b for a, b in zip(expected, found, strict=True)))
+
+
+def _each(measure: Callable[[str], float], worst: Callable[..., float]) -> Measured:
+    values = {name: measure(name) for name in WORKLOADS}
+    said = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    return Measured(worst(values.values()), said)
+
+
+def rows() -> list[Bar]:
+    return [
+        Bar(
+            "profile.lines",
+            "part of the operators' time that has a line of the program, smallest of ten workloads",
+            ">=",
+            0.99,
+            lambda deadline: _each(on_lines, min),
+        ),
+        Bar(
+            "profile.linked",
+            "part of the backward time that is linked to the forward pass, smallest of ten workloads",
+            ">=",
+            0.99,
+            lambda deadline: _each(linked, min),
+        ),
+        Bar(
+            "profile.conserved",
+            "nanoseconds by which times of nodes differ from the sums of what is below, largest of ten workloads",
+            "<=",
+            0.0,
+            lambda deadline: _each(not_conserved, max),
+        ),
+        Bar(
+            "profile.wall",
+            "difference of the tree's total, with what recording took, from the time that went by, largest of ten"
+            " workloads",
+            "<=",
+            0.02,
+            lambda deadline: _each(beyond_wall, max),
+        ),
+        Bar(
+            "profile.ranking",
+            "Spearman's correlation of own times with torch.profiler's, of operators that take 0.1% of them or more,"
+            " smallest of ten workloads",
+            ">=",
+            0.99,
+            lambda deadline: _each(ranking, min),
+        ),
+        Bar(
+            "profile.identical",
+            "losses of 12 steps that differ with a profile from those without, most of ten workloads",
+            "<=",
+            0.0,
+            lambda deadline: _each(differing, max),
+        ),
+    ]
