@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.skipping.choice import Ratios, SkipCandidate, Statistics, check_reachable, saved_bytes
+from shoestring.decode.skipping.choice import (
+    Ratios,
+    SkipCandidate,
+    Statistics,
+    check_reachable,
+    in_order_of_similarity,
+    saved_bytes,
+)
 
 
 def early_exit(statistics: Statistics, budget: float) -> Ratios:
@@ -55,7 +62,7 @@ def layer_drop(statistics: Statistics, budget: float) -> Ratios:
 
 def released_adaskip(statistics: Statistics, budget: float) -> Ratios:
     """AdaSkip as its authors released it: sublayers in the order of their similarity, however many bytes each is."""
-    return _until(statistics, budget, ([each] for each in sorted(statistics.candidates, key=lambda c: -c.similarity)))
+    return in_order_of_similarity(statistics, budget)
 
 
 def greedy_oracle(statistics: Statistics, budget: float) -> Ratios:
