@@ -109,6 +109,8 @@ def profiled(
 ) -> Iterator[ProfileResult]:
     """Profile what runs within; the profile is saved also where that raises.
 
+    Without a C++ compiler single steps are recorded by torch.profiler, at its cost; a line of the log says so.
+
     Args:
         path: of a file to write.
         inside: installed packages whose lines count as the program's own.
@@ -120,18 +122,16 @@ def profiled(
 
     Raises:
         ConfigError: a share or budget outside of (0, 1].
-        CompileError: the collector cannot be compiled here.
         RuntimeError: a profile is being recorded already.
         OSError: the file cannot be written.
     """
-    from shoestring.profile.collector import Collector
+    from shoestring.profile.fallback import started
     from shoestring.profile.jax_collector import JaxCollector
     from shoestring.profile.lines import sources_of
 
-    result, collector = ProfileResult(), Collector(share=share, budget=budget)
-    jax = JaxCollector(share, budget)
+    result, jax = ProfileResult(), JaxCollector(share, budget)
     process = os.getpid()
-    collector.start()
+    collector = started(share, budget)
     jax.start()
     try:
         yield result
