@@ -10,7 +10,7 @@ from torch import nn
 
 from shoestring.commands.converting import change_of_size, check_new, described, open_source
 from shoestring.core.errors import ConfigError
-from shoestring.models import gguf, quantized
+from shoestring.models import gguf, packed24, quantized
 from shoestring.models.rounding import Bits
 from shoestring.models.saving import save_like
 
@@ -44,7 +44,8 @@ def quantize(
 
 
 def _rounded(name: str, model: nn.Module, bits: Bits) -> Iterator[str]:
-    """Round the weights of a model in place; say which."""
+    """Round the weights of a model in place, of those that are 2:4 the values alone; say which."""
+    packed24.pack_layers(model)
     chosen, left = quantized.choose(model, bits)
     if not chosen:
         raise ConfigError(f"no layer of `{name}` can be quantised", hint="its inputs must be multiples of 32")
@@ -54,4 +55,7 @@ def _rounded(name: str, model: nn.Module, bits: Bits) -> Iterator[str]:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield f"{width} bits: {names[0]}{more}"
+    if sparse := quantized.packed(model):
+        more = f" and {len(sparse) - 1} more" if len(sparse) > 1 else ""
+        yield f"2:4, of which the values alone are kept: {sparse[0]}{more}"
     yield from described("left as they are", left)

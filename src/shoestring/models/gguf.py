@@ -24,7 +24,7 @@ from shoestring.core.errors import CheckpointError, ConfigError, DataError
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.models import llama, quantized
 from shoestring.models.gpt import GPT, GPTConfig
-from shoestring.models.rounding import GROUP, ZERO, Bits, dequantize, pack, quantize, unpack
+from shoestring.models.rounding import GROUP, ZERO, Bits, pack, quantize, unpack
 from shoestring.storage.whole import open_aside, put_in_place
 
 log = logging.getLogger("shoestring")
@@ -352,13 +352,13 @@ def _spans(parts: Sequence[llama.LlamaTensor]) -> Iterator[slice]:
 def _weight(module: Any) -> Tensor:
     """The weight of a layer in float32, quantised or not."""
     if isinstance(module, quantized.Quantized):
-        return dequantize(module.weight, module.scales, module.rows, torch.float32)
+        return module.dense()
     return module.weight.detach().float()
 
 
 def _as_blocks(module: Any, order: Tensor, bits: Bits) -> np.ndarray:
     """Rows as bytes: blocks of a scale and 32 numbers."""
-    if isinstance(module, quantized.Quantized) and module.bits == bits:
+    if isinstance(module, quantized.Quantized) and module.bits == bits and module.places is None:
         numbers, scales = unpack(module.weight, module.scales, module.rows)
         numbers, scales = numbers[order], scales[order]
     else:

@@ -1,11 +1,15 @@
-"""Layers whose weights have 8 or 4 bits, for decoding; `rounding` has the numbers."""
+"""Layers whose weights have 8 or 4 bits, for decoding; `rounding` has the numbers.
+
+Of a 2:4 weight the values alone are numbers, in the same order as any other weight's, and their places are kept beside
+them (`packed24`): 5.25 and 3.25 bits a weight in place of 8.5 and 4.5.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +17,23 @@ from torch.nn import functional as F
 
 from shoestring import native
 from shoestring.core.errors import ConfigError
-from shoestring.models import slorb
+from shoestring.models import packed24, slorb
 from shoestring.models.blocks import is_transposed, repeated
-from shoestring.models.rounding import GROUP, LANES, ZERO, Bits, bits_of, dequantize, pack, quantize, unfit, wide
+from shoestring.models.packed24 import PackedLinear
+from shoestring.models.rounding import (
+    GROUP,
+    LANES,
+    ZERO,
+    Bits,
+    bits_of,
+    dequantize,
+    pack,
+    pack_places,
+    quantize,
+    unfit,
+    unpack_places,
+    wide,
+)
 from shoestring.models.skinny import FEW_ROWS
 
 _BYTES_OF_A_GROUP = 72  # of an input, in the room that the native product works in
@@ -24,41 +42,59 @@ _BYTES_OF_A_GROUP = 72  # of an input, in the room that the native product works
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def quantized_linear(x: Tensor, weight: Tensor, scales: Tensor, rows: int, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    rows: int,
+    bias: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
     """y = x Wᵀ + bias.
 
     On a CPU an input of few rows is multiplied by the packed weight in one pass over it, natively: its entries become
-    integers of 16 bits, with a scale for each group. All else multiplies by the weight as `dequantize` returns it.
+    integers of 16 bits, with a scale for each group. All else multiplies by the weight as `dense` returns it.
 
     Args:
         x: (…, K), of any floating type. weight, scales: as `pack` returns them. rows: N. bias: (N,).
+        places: of a 2:4 weight, whose values `weight` has, as `pack_places` returns them.
 
     Returns:
         (…, N), of the type of x.
     """
     if torch.compiler.is_compiling():
-        y = _operator(x, weight, scales, rows)
+        y = _operator(x, weight, scales, rows, places)
     else:
-        y = _product(x, weight, scales, rows)
+        y = _product(x, weight, scales, rows, places)
     return y if bias is None else y + bias
 
 
-def _product(x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
-    inputs = weight.shape[1] * GROUP
+def dense(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype, places: Tensor | None = None) -> Tensor:
+    """The weight (N, K) that packed numbers stand for."""
+    values = dequantize(weight, scales, rows, dtype)
+    return values if places is None else packed24.unpack(values, unpack_places(places, rows))
+
+
+def _product(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None) -> Tensor:
+    inputs = _columns(weight, places)
     if x.shape[-1] != inputs:
         raise RuntimeError(f"an input of {x.shape[-1]} features for a layer of {inputs}")
     few = 0 < x.numel() <= FEW_ROWS * inputs
     if few and x.device.type == "cpu" and x.dtype is not torch.float64 and (kernel := _kernel()) is not None:
-        return _native(kernel, x, weight, scales, rows)
-    return F.linear(x, dequantize(weight, scales, rows, x.dtype))
+        return _native(kernel, x, weight, scales, rows, places)
+    return F.linear(x, dense(weight, scales, rows, x.dtype, places))
 
 
-def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
+def _columns(weight: Tensor, places: Tensor | None) -> int:
+    return weight.shape[1] * GROUP * (1 if places is None else 2)
+
+
+def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None = None) -> Tensor:
     inputs = x.shape[-1]
     count = x.numel() // inputs
     flat = x.detach().float().contiguous()
     y = flat.new_empty((*x.shape[:-1], rows))
-    room = weight.new_empty(count * weight.shape[1] * _BYTES_OF_A_GROUP)
+    room = weight.new_empty(count * inputs // GROUP * _BYTES_OF_A_GROUP)
     kernel(
         bits_of(weight),
         count,
@@ -66,6 +102,7 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int) -
         inputs,
         weight.data_ptr(),
         scales.data_ptr(),
+        None if places is None else places.data_ptr(),
         flat.data_ptr(),
         room.data_ptr(),
         y.data_ptr(),
@@ -78,19 +115,19 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int) -
 def _kernel() -> Any:
     """The C function; None on a machine that cannot compile it."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    types = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
+    types = [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int]
     return native.function(
         "skinny_quantized", types, "quantised layers are dequantised for every product, which is slower than dense ones"
     )
 
 
 @torch.library.custom_op("shoestring::quantized_linear", mutates_args=())
-def _operator(x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
-    return _product(x, weight, scales, rows)
+def _operator(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None) -> Tensor:
+    return _product(x, weight, scales, rows, places)
 
 
 @_operator.register_fake
-def _(x: Tensor, weight: Tensor, scales: Tensor, rows: int) -> Tensor:
+def _(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -102,8 +139,9 @@ class Quantized(nn.Module):
 
     weight: Tensor
     scales: Tensor
+    places: Tensor | None
 
-    def __init__(self, weight: Tensor, scales: Tensor, rows: int) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None = None) -> None:
         super().__init__()
         sixteens = -(-rows // LANES)
         fits = weight.dim() == 3 and len(weight) == sixteens and weight.shape[2] in (16 * LANES, 32 * LANES)
@@ -111,9 +149,12 @@ class Quantized(nn.Module):
             raise ConfigError(
                 f"{tuple(weight.shape)} numbers and {tuple(scales.shape)} scales are no weight of {rows} rows"
             )
-        self.rows, self.columns = rows, weight.shape[1] * GROUP
+        if places is not None and places.shape != (*weight.shape[:2], LANES * GROUP // 4):
+            raise ConfigError(f"{tuple(places.shape)} places do not fit {tuple(weight.shape)} numbers")
+        self.rows, self.columns = rows, _columns(weight, places)
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
+        self.register_buffer("places", places)
 
     @property
     def bits(self) -> Bits:
@@ -121,10 +162,10 @@ class Quantized(nn.Module):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that it stands for."""
-        return dequantize(self.weight, self.scales, self.rows, dtype)
+        return dense(self.weight, self.scales, self.rows, dtype, self.places)
 
     def extra_repr(self) -> str:
-        return f"{self.columns}, {self.rows}, bits={self.bits}"
+        return f"{self.columns}, {self.rows}, bits={self.bits}{'' if self.places is None else ', 2:4'}"
 
 
 class QuantizedLinear(Quantized):
@@ -132,13 +173,20 @@ class QuantizedLinear(Quantized):
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, scales: Tensor, rows: int, bias: Tensor | None = None) -> None:
-        super().__init__(weight, scales, rows)
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        rows: int,
+        bias: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, scales, rows, places)
         self.out_features, self.in_features = rows, self.columns
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.weight, self.scales, self.rows, self.bias)
+        return quantized_linear(x, self.weight, self.scales, self.rows, self.bias, self.places)
 
 
 class QuantizedEmbedding(Quantized):
@@ -170,7 +218,9 @@ class QuantizedEmbedding(Quantized):
 
 
 def matrix(module: nn.Module) -> Tensor | None:
-    """The weight (N, K) of a linear layer or an embedding, also of GPT-2's `Conv1D`; None of any other module."""
+    """The weight (N, K) of a linear layer, packed or not, or an embedding, also of GPT-2's `Conv1D`; else None."""
+    if isinstance(module, PackedLinear):
+        return packed24.unpack(module.values, module.indices)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return None
@@ -181,7 +231,7 @@ def matrix(module: nn.Module) -> Tensor | None:
 
 def empty(module: nn.Module, bits: Bits) -> Quantized:
     """A quantised layer of the shape and type of `module`, to be loaded into."""
-    weight = matrix(module)
+    weight = _numbered(module)
     assert weight is not None
     rows, groups = weight.shape[0], weight.shape[1] // GROUP
     shape = (-(-rows // LANES), groups, LANES)
@@ -195,16 +245,26 @@ def of(module: nn.Module, bits: Bits) -> Quantized:
     Raises:
         ConfigError: the weight cannot be quantised.
     """
-    weight = matrix(module)
+    weight = _numbered(module)
     assert weight is not None
     return _layer(module, *pack(*quantize(weight, bits), bits), weight)
+
+
+def _stays24(module: nn.Module) -> TypeGuard[PackedLinear]:
+    """Whether a packed layer stays 2:4, which takes fewer bytes: where its values fill groups of their own."""
+    return isinstance(module, PackedLinear) and module.values.shape[1] % GROUP == 0
+
+
+def _numbered(module: nn.Module) -> Tensor | None:
+    """What of a layer becomes numbers: its weight, or the values of one that stays 2:4; None of any other module."""
+    return module.values if _stays24(module) else matrix(module)
 
 
 def _layer(module: nn.Module, numbers: Tensor, scales: Tensor, weight: Tensor) -> Quantized:
     if isinstance(module, nn.Embedding):
         return QuantizedEmbedding(numbers, scales, weight.shape[0], weight.dtype)
-    bias = getattr(module, "bias", None)
-    return QuantizedLinear(numbers, scales, weight.shape[0], None if bias is None else bias.detach())
+    bias, places = getattr(module, "bias", None), pack_places(module.indices) if _stays24(module) else None
+    return QuantizedLinear(numbers, scales, weight.shape[0], None if bias is None else bias.detach(), places)
 
 
 def choose(model: nn.Module, bits: Bits) -> tuple[dict[str, Bits], dict[str, str]]:
@@ -244,10 +304,10 @@ def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False
     made: dict[int, Quantized] = {}
     for name, width in bits.items():
         module = model.get_submodule(name)
-        weight = matrix(module)
+        weight = _numbered(module)
         if weight is None:
             raise ConfigError(f"`{name}` is a {type(module).__name__}, neither a linear layer nor an embedding")
-        key = id(getattr(module, "weight", None))
+        key = id(getattr(module, "weight", module))
         if (other := made.get(key)) is not None:
             layer = _layer(module, other.weight, other.scales, weight)
         else:
@@ -259,3 +319,9 @@ def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False
 def quantized(model: nn.Module) -> dict[str, Bits]:
     """The names of the layers that are quantised, with their bits."""
     return {name: module.bits for name, module in model.named_modules() if isinstance(module, Quantized)}
+
+
+def packed(model: nn.Module) -> list[str]:
+    """The names of the layers that are quantised and 2:4."""
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, Quantized) and module.places is not None]

@@ -133,6 +133,27 @@ def dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     return values.flatten(1).to(dtype)
 
 
+def pack_places(indices: Tensor) -> Tensor:
+    """The order of the native product of the places that `packed24.pack` gives.
+
+    Args:
+        indices: (N, K / 8), bytes, K a multiple of 64.
+
+    Returns:
+        Bytes (N / 16, K / 64, 128), N rounded up.
+    """
+    rows, groups = -(-len(indices) // LANES) * LANES, indices.shape[1] // 8
+    padded = indices.new_zeros(rows, indices.shape[1])
+    padded[: len(indices)] = indices
+    return padded.view(rows // LANES, LANES, groups, 8).permute(0, 2, 3, 1).flatten(2).contiguous()
+
+
+def unpack_places(places: Tensor, rows: int) -> Tensor:
+    """The places (rows, K / 8) of what `pack_places` returned."""
+    sixteens, groups, _ = places.shape
+    return places.view(sixteens, groups, 8, LANES).permute(0, 3, 1, 2).reshape(sixteens * LANES, -1)[:rows].contiguous()
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type to compute in: single precision at least."""
     return torch.promote_types(dtype, torch.float32)

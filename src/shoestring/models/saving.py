@@ -70,7 +70,8 @@ def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
 
 def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
     """A model with layers that are packed, quantised or adapted, with what its plain form has in config.json."""
-    packed, adapted, bits = packed24.packed(built), slorb.adapted(built), quantized.quantized(built)
+    adapted, bits = slorb.adapted(built), quantized.quantized(built)
+    packed = [*packed24.packed(built), *quantized.packed(built)]
     of = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
     dtype = next(tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
     mark = {

@@ -7,9 +7,14 @@
             nibbles are inputs 4 chunk + (0 to 3) and whose high nibbles are those 16 further
    scales   sixteens x groups x 16 rows, fp16
 
-   The inputs become integers of 16 bits with a scale for each group, as two bytes each: products and sums of a group are
-   then exact integers (four of them an instruction where there is VNNI), and only two roundings of 2^-16 set y apart
-   from the product in fp32.
+   A weight that is 2:4 has numbers of its values alone, 32 of them a group, which then spans 64 inputs:
+
+   places   sixteens x groups x 8 chunks of four values x 16 rows, a byte each; value i of the four is at the place of
+            bits 2 i and 2 i + 1 in the first (i < 2) or the second four of the chunk's eight inputs
+
+   The inputs become integers of 16 bits with a scale for each 32 of them, as two bytes each: products and sums are then
+   exact integers (four of them an instruction where there is VNNI), and only two roundings of 2^-16 set y apart from the
+   product in fp32.
 
    Each sum is added up in the same order whatever the number of rows of x: a row of y is the same bit by bit alone and
    beside others. */
@@ -25,9 +30,13 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define WIDE
+#endif
+
 #define GROUP 32
 #define LANES 16 /* rows that lie side by side */
-#if defined(__AVX512F__)
+#if defined(WIDE)
 #define WIDTH 16 /* of them in a vector */
 #else
 #define WIDTH 8
@@ -40,7 +49,7 @@ typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint8_t bytes __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
-/* A group of inputs, as integers of 16 bits: scale (256 high + low). */
+/* 32 inputs, as integers of 16 bits: scale (256 high + low). Where the weight is 2:4, both bytes have 128 added. */
 typedef struct {
     int8_t high[GROUP], low[GROUP];
     float scale;
@@ -49,37 +58,70 @@ typedef struct {
 
 typedef struct {
     int64_t groups, outputs;
-    const uint8_t *weight;
+    const uint8_t *weight, *places;
     const uint16_t *scales;
     const Inputs *x; /* groups x columns, for each MOST_COLUMNS of these: read in the order in which they lie */
     float *y;
 } Product;
 
-/* Add to each lane the four products of its bytes of `weight`, of which `bits` count, with those at `x`. */
-INLINED ints dot4(ints sum, bytes weight, const int8_t *x, int bits) {
-#if defined(__AVX512VNNI__)
-    int32_t four;
-    memcpy(&four, x, 4);
-    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weight, _mm512_set1_epi32(four));
+/* Add to each lane the products of its four bytes of `some`, of which `bits` count, with its signed ones of `others`. */
+INLINED ints dot4(ints sum, bytes some, bytes others, int bits) {
+#if defined(WIDE)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)some, (__m512i)others);
 #elif defined(__AVX2__)
     /* By nibbles: sums of two products of whole bytes do not fit 16 bits. */
-    int32_t four;
-    memcpy(&four, x, 4);
-    const __m256i inputs = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256((__m256i)weight, nibble), inputs);
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256((__m256i)some, nibble), (__m256i)others);
     sum += (ints)_mm256_madd_epi16(low, _mm256_set1_epi16(1));
     if (bits == 4) return sum;
-    const __m256i shifted = _mm256_and_si256(_mm256_srli_epi16((__m256i)weight, 4), nibble);
-    return sum + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(shifted, inputs), _mm256_set1_epi16(16));
+    const __m256i shifted = _mm256_and_si256(_mm256_srli_epi16((__m256i)some, 4), nibble);
+    return sum + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(shifted, (__m256i)others), _mm256_set1_epi16(16));
 #else
     for (int lane = 0; lane < WIDTH; lane++)
-        for (int i = 0; i < 4; i++) sum[lane] += weight[4 * lane + i] * x[i];
+        for (int i = 0; i < 4; i++) sum[lane] += some[4 * lane + i] * (int8_t)others[4 * lane + i];
     return sum;
 #endif
 }
 
+/* Four inputs, the same for each lane. */
+INLINED bytes four_of(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return (bytes)((ints){0} + four);
+}
+
+/* Which four of eight inputs each lane takes, by its byte of `places`: for `chosen`. */
+INLINED bytes choice_of(const uint8_t *places) {
+#if defined(WIDE)
+    const __m512i p = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)places));
+#elif defined(__AVX2__)
+    const __m256i p = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)places));
+#else
+    ints p;
+    for (int lane = 0; lane < WIDTH; lane++) p[lane] = places[lane];
+#endif
+    const ints wide = (ints)p;
+    return (bytes)(((wide | wide << 6 | wide << 12 | wide << 18) & 0x03030303) | 0x04040000);
+}
+
+INLINED bytes chosen(const int8_t *x, bytes choice) {
+#if defined(WIDE)
+    int64_t eight;
+    memcpy(&eight, x, 8);
+    return (bytes)_mm512_shuffle_epi8(_mm512_set1_epi64(eight), (__m512i)choice);
+#elif defined(__AVX2__)
+    int64_t eight;
+    memcpy(&eight, x, 8);
+    return (bytes)_mm256_shuffle_epi8(_mm256_set1_epi64x(eight), (__m256i)choice);
+#else
+    bytes four;
+    for (int i = 0; i < 4 * WIDTH; i++) four[i] = (uint8_t)x[choice[i]];
+    return four;
+#endif
+}
+
 INLINED floats from_fp16(const uint16_t *bits) {
-#if defined(__AVX512F__)
+#if defined(WIDE)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)bits));
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bits));
@@ -94,6 +136,16 @@ INLINED floats from_fp16(const uint16_t *bits) {
     }
     return wide;
 #endif
+}
+
+/* What the lanes of a block have added up. */
+INLINED void write(Product p, int columns, int64_t sixteen, int64_t column, floats (*y)[MOST_COLUMNS]) {
+    const int64_t row = sixteen * LANES, left = p.outputs - row;
+    for (int c = 0; c < columns; c++) {
+        float sums[LANES];
+        for (int half = 0; half < LANES / WIDTH; half++) *(floats *)(sums + half * WIDTH) = y[half][c];
+        memcpy(p.y + (column + c) * p.outputs + row, sums, 4 * (left < LANES ? left : LANES));
+    }
 }
 
 /* Sixteen rows times `columns` rows of x; `columns` and `bits` are constants where this is inlined. */
@@ -119,8 +171,8 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
                 for (int part = 0; part < 8 / bits; part++) {
                     const bytes q = bits == 8 ? packed : part ? packed >> 4 : packed & 15;
                     for (int c = 0; c < columns; c++) {
-                        high[c] = dot4(high[c], q, x[c].high + part * 16 + chunk * 4, bits);
-                        low[c] = dot4(low[c], q, x[c].low + part * 16 + chunk * 4, bits);
+                        high[c] = dot4(high[c], q, four_of(x[c].high + part * 16 + chunk * 4), bits);
+                        low[c] = dot4(low[c], q, four_of(x[c].low + part * 16 + chunk * 4), bits);
                     }
                 }
             }
@@ -129,53 +181,97 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
                 y[half][c] += __builtin_convertvector(high[c] * 256 + low[c], floats) * (scale * x[c].scale);
         }
     }
-    const int64_t row = sixteen * LANES, left = p.outputs - row;
-    for (int c = 0; c < columns; c++) {
-        float sums[LANES];
-        for (int half = 0; half < LANES / WIDTH; half++) *(floats *)(sums + half * WIDTH) = y[half][c];
-        memcpy(p.y + (column + c) * p.outputs + row, sums, 4 * (left < LANES ? left : LANES));
-    }
+    write(p, columns, sixteen, column, y);
 }
 
-#define CASE(n) case n: block(p, n, bits, sixteen, column); break;
+/* The same for a 2:4 weight. The numbers of the weight are the signed ones here, for the sums of these, which the 128 in
+   each byte of the inputs ask for, are then those of all columns alike. */
+INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
+    const int64_t size = LANES * GROUP * bits / 8;
+    const uint8_t *weight = p.weight + sixteen * p.groups * size;
+    const uint8_t *places = p.places + sixteen * p.groups * LANES * GROUP / 4;
+    const uint16_t *scales = p.scales + sixteen * p.groups * LANES;
+    floats y[LANES / WIDTH][MOST_COLUMNS];
+    for (int half = 0; half < LANES / WIDTH; half++)
+        for (int c = 0; c < columns; c++) y[half][c] = (floats){0};
+    for (int64_t g = 0; g < p.groups; g++, weight += size, places += LANES * GROUP / 4, scales += LANES)
+        for (int half = 0; half < LANES / WIDTH; half++) {
+            const floats scale = from_fp16(scales + half * WIDTH);
+            for (int part = 0; part < 2; part++) {
+                const Inputs *x = p.x + 2 * column * p.groups + (2 * g + part) * columns;
+                ints high[MOST_COLUMNS], low[MOST_COLUMNS], added = {0};
+                for (int c = 0; c < columns; c++) high[c] = low[c] = (ints){0};
+                for (int chunk = 0; chunk < 4; chunk++) {
+                    const int number = bits == 8 ? 4 * part + chunk : chunk;
+                    const uint8_t *from = weight + 4 * (number * LANES + half * WIDTH);
+                    const bytes packed = *(const bytes *)from;
+                    __builtin_prefetch(from + AHEAD, 0, 2);
+                    const uint8_t *where = places + (4 * part + chunk) * LANES + half * WIDTH;
+                    if (chunk == 0) __builtin_prefetch(where + AHEAD / 4, 0, 2);
+                    const bytes q = bits == 8 ? packed ^ 128 : (part ? packed >> 4 : packed & 15) - 8;
+                    const bytes choice = choice_of(where);
+                    added = dot4(added, (bytes){0} + 128, q, 8);
+                    for (int c = 0; c < columns; c++) {
+                        high[c] = dot4(high[c], chosen(x[c].high + 8 * chunk, choice), q, 8);
+                        low[c] = dot4(low[c], chosen(x[c].low + 8 * chunk, choice), q, 8);
+                    }
+                }
+                for (int c = 0; c < columns; c++) {
+                    const ints sum = high[c] * 256 + low[c] - added * 257;
+                    y[half][c] += __builtin_convertvector(sum, floats) * (scale * x[c].scale);
+                }
+            }
+        }
+    write(p, columns, sixteen, column, y);
+}
 
-INLINED void any_columns(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
+#define CASE(n) case n: sparse ? block24(p, n, bits, sixteen, column) : block(p, n, bits, sixteen, column); break;
+
+INLINED void any_columns(Product p, int columns, int bits, int sparse, int64_t sixteen, int64_t column) {
     switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 
-static void to_integers(const float *x, Inputs *to) {
+static void to_integers(const float *x, int added, Inputs *to) {
     float largest = 0;
     for (int k = 0; k < GROUP; k++) largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
     const float inverse = largest > 0 ? LARGEST / largest : 0;
     to->sum = 0;
     for (int k = 0; k < GROUP; k++) {
         const int32_t q = (int32_t)rintf(x[k] * inverse);
-        to->high[k] = (int8_t)((q + 128) >> 8);
-        to->low[k] = (int8_t)(q - to->high[k] * 256);
+        const int32_t high = (q + 128) >> 8;
+        to->high[k] = (int8_t)(high + added);
+        to->low[k] = (int8_t)(q - high * 256 + added);
         to->sum += q;
     }
     to->scale = largest / LARGEST;
 }
 
-/* y (columns x outputs) = x (columns x inputs) W^T. `room` is memory for columns x groups x 72 bytes. */
+/* y (columns x outputs) = x (columns x inputs) W^T. `places` is NULL where all weights are there. `room` is memory for
+   columns x inputs / 32 x 72 bytes. */
 void skinny_quantized(int bits, int64_t columns, int64_t outputs, int64_t inputs, const uint8_t *weight,
-                      const uint16_t *scales, const float *x, void *room, float *y, int threads) {
-    const int64_t groups = inputs / GROUP, sixteens = (outputs + LANES - 1) / LANES;
+                      const uint16_t *scales, const uint8_t *places, const float *x, void *room, float *y,
+                      int threads) {
+    const int64_t of_inputs = inputs / GROUP, sixteens = (outputs + LANES - 1) / LANES;
     Inputs *integers = room;
-    const Product p = {groups, outputs, weight, scales, integers, y};
+    const Product p = {places ? of_inputs / 2 : of_inputs, outputs, weight, places, scales, integers, y};
     for (int64_t column = 0; column < columns; column++) {
         const int64_t first = column / MOST_COLUMNS * MOST_COLUMNS;
         const int64_t some = columns - first < MOST_COLUMNS ? columns - first : MOST_COLUMNS;
-        for (int64_t g = 0; g < groups; g++)
-            to_integers(x + (column * groups + g) * GROUP, integers + first * groups + g * some + column - first);
+        for (int64_t g = 0; g < of_inputs; g++)
+            to_integers(x + (column * of_inputs + g) * GROUP, places ? 128 : 0,
+                        integers + first * of_inputs + g * some + column - first);
     }
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t sixteen = 0; sixteen < sixteens; sixteen++)
         for (int64_t column = 0; column < columns; column += MOST_COLUMNS) {
             const int some = columns - column < MOST_COLUMNS ? (int)(columns - column) : MOST_COLUMNS;
-            if (bits == 8)
-                any_columns(p, some, 8, sixteen, column);
+            if (places && bits == 8)
+                any_columns(p, some, 8, 1, sixteen, column);
+            else if (places)
+                any_columns(p, some, 4, 1, sixteen, column);
+            else if (bits == 8)
+                any_columns(p, some, 8, 0, sixteen, column);
             else
-                any_columns(p, some, 4, sixteen, column);
+                any_columns(p, some, 4, 0, sixteen, column);
         }
 }
