@@ -43,8 +43,8 @@ def test_the_values_alone_are_rounded_and_stay_where_they_are(bits):
     assert torch.equal(layer.weight, numbers[0]) and torch.equal(layer.scales, numbers[1])
     assert torch.equal(rounding.unpack_places(layer.places, 21), indices)
     assert torch.equal(layer.dense(), packed24.unpack(rounding.dequantize(*numbers, 21, torch.float32), indices))
-    sixteen, group, chunk, row = 1, 2, 5, 3
-    assert layer.places[sixteen, group, chunk * 16 + row] == indices[19, 8 * group + chunk]
+    sixteen, group, half, row, chunk = 1, 2, 1, 3, 2
+    assert layer.places[sixteen, group, half * 64 + row * 4 + chunk] == indices[19, 8 * group + 4 * half + chunk]
     stored = sum(each.numel() * each.element_size() for each in (layer.weight, layer.scales, layer.places))
     assert stored * 8 == 32 * 192 * (5.25 if bits == 8 else 3.25)  # 21 rows take the room of 32
     assert (layer.dense() - weight).norm() < (0.01 if bits == 8 else 0.12) * weight.norm()

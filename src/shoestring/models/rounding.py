@@ -145,13 +145,14 @@ def pack_places(indices: Tensor) -> Tensor:
     rows, groups = -(-len(indices) // LANES) * LANES, indices.shape[1] // 8
     padded = indices.new_zeros(rows, indices.shape[1])
     padded[: len(indices)] = indices
-    return padded.view(rows // LANES, LANES, groups, 8).permute(0, 2, 3, 1).flatten(2).contiguous()
+    return padded.view(rows // LANES, LANES, groups, 2, 4).permute(0, 2, 3, 1, 4).flatten(2).contiguous()
 
 
 def unpack_places(places: Tensor, rows: int) -> Tensor:
     """The places (rows, K / 8) of what `pack_places` returned."""
     sixteens, groups, _ = places.shape
-    return places.view(sixteens, groups, 8, LANES).permute(0, 3, 1, 2).reshape(sixteens * LANES, -1)[:rows].contiguous()
+    of_rows = places.view(sixteens, groups, 2, LANES, 4).permute(0, 3, 1, 2, 4)
+    return of_rows.reshape(sixteens * LANES, -1)[:rows].contiguous()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

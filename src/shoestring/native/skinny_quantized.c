@@ -9,8 +9,8 @@
 
    A weight that is 2:4 has numbers of its values alone, 32 of them a group, which then spans 64 inputs:
 
-   places   sixteens x groups x 8 chunks of four values x 16 rows, a byte each; value i of the four is at the place of
-            bits 2 i and 2 i + 1 in the first (i < 2) or the second four of the chunk's eight inputs
+   places   sixteens x groups x 2 halves x 16 rows x 4 chunks, a byte each; value i of the four of a chunk is at the
+            place of bits 2 i and 2 i + 1 in the first (i < 2) or the second four of the chunk's eight inputs
 
    The inputs become integers of 16 bits with a scale for each 32 of them, as two bytes each: products and sums are then
    exact integers (four of them an instruction where there is VNNI), and only two roundings of 2^-16 set y apart from the
@@ -90,18 +90,16 @@ INLINED bytes four_of(const int8_t *x) {
     return (bytes)((ints){0} + four);
 }
 
-/* Which four of eight inputs each lane takes, by its byte of `places`: for `chosen`. */
-INLINED bytes choice_of(const uint8_t *places) {
-#if defined(WIDE)
-    const __m512i p = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)places));
-#elif defined(__AVX2__)
-    const __m256i p = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)places));
+/* Which four of eight inputs each lane takes in a chunk, by its four bytes of `places`: for `chosen`. */
+INLINED bytes choice_of(ints places, int chunk) {
+    const bytes second = (bytes)((ints){0} + 0x04040000);
+#if defined(WIDE) && defined(__AVX512VBMI__)
+    const int64_t shifts = 0x2624222006040200 + chunk * 0x0808080808080808;
+    return ((bytes)_mm512_multishift_epi64_epi8(_mm512_set1_epi64(shifts), (__m512i)places) & 3) | second;
 #else
-    ints p;
-    for (int lane = 0; lane < WIDTH; lane++) p[lane] = places[lane];
+    const ints p = places >> 8 * chunk & 255;
+    return ((bytes)(p | p << 6 | p << 12 | p << 18) & 3) | second;
 #endif
-    const ints wide = (ints)p;
-    return (bytes)(((wide | wide << 6 | wide << 12 | wide << 18) & 0x03030303) | 0x04040000);
 }
 
 INLINED bytes chosen(const int8_t *x, bytes choice) {
@@ -185,7 +183,7 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
 }
 
 /* The same for a 2:4 weight. The numbers of the weight are the signed ones here, for the sums of these, which the 128 in
-   each byte of the inputs ask for, are then those of all columns alike. */
+   each byte of the inputs ask for, are then those of all columns alike; those of 4 bits are 16 times as large. */
 INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
     const int64_t size = LANES * GROUP * bits / 8;
     const uint8_t *weight = p.weight + sixteen * p.groups * size;
@@ -196,9 +194,12 @@ INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t 
         for (int c = 0; c < columns; c++) y[half][c] = (floats){0};
     for (int64_t g = 0; g < p.groups; g++, weight += size, places += LANES * GROUP / 4, scales += LANES)
         for (int half = 0; half < LANES / WIDTH; half++) {
-            const floats scale = from_fp16(scales + half * WIDTH);
+            const floats scale = from_fp16(scales + half * WIDTH) * (bits == 8 ? 1 : 0.0625f);
             for (int part = 0; part < 2; part++) {
                 const Inputs *x = p.x + 2 * column * p.groups + (2 * g + part) * columns;
+                const uint8_t *where = places + 4 * (part * LANES + half * WIDTH);
+                const ints of_rows = *(const ints *)where;
+                __builtin_prefetch(where + AHEAD, 0, 2);
                 ints high[MOST_COLUMNS], low[MOST_COLUMNS], added = {0};
                 for (int c = 0; c < columns; c++) high[c] = low[c] = (ints){0};
                 for (int chunk = 0; chunk < 4; chunk++) {
@@ -206,10 +207,8 @@ INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t 
                     const uint8_t *from = weight + 4 * (number * LANES + half * WIDTH);
                     const bytes packed = *(const bytes *)from;
                     __builtin_prefetch(from + AHEAD, 0, 2);
-                    const uint8_t *where = places + (4 * part + chunk) * LANES + half * WIDTH;
-                    if (chunk == 0) __builtin_prefetch(where + AHEAD / 4, 0, 2);
-                    const bytes q = bits == 8 ? packed ^ 128 : (part ? packed >> 4 : packed & 15) - 8;
-                    const bytes choice = choice_of(where);
+                    const bytes q = (bits == 8 ? packed : (part ? packed : packed << 4) & 240) ^ 128;
+                    const bytes choice = choice_of(of_rows, chunk);
                     added = dot4(added, (bytes){0} + 128, q, 8);
                     for (int c = 0; c < columns; c++) {
                         high[c] = dot4(high[c], chosen(x[c].high + 8 * chunk, choice), q, 8);
