@@ -1,8 +1,8 @@
 """What a profile costs: processor time that it adds to a training step, beside torch's profiler.
 
-All modes of a workload alternate in one process. Added time is of minima, because everything else that runs on a
-machine only adds: rounds are dealt into three hands, each gives the ratio of its minima, and the median of these is
-the figure.
+All modes of a workload alternate in one process. Everything else that runs on a machine only adds, so of each mode the
+fastest step counts; where steps are of two kinds, recorded and not, that of each kind, by its share. Runs are dealt
+into three hands, each of which gives a ratio: their median is the figure, and the others its spread.
 """
 
 from __future__ import annotations
@@ -22,24 +22,41 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks.harness import Bar, Measured, stored
 from benchmarks.profile.workloads import WORKLOADS, Workload, build
-from shoestring.profile import profiled
+from shoestring.profile.collector import Collector
 
-ROUNDS, HANDS = 6, 3
-RUN = 0.15
-"""Seconds of a run, of one step at least."""
-SETTLED = 2
+ROUNDS, HANDS = 12, 3
+RUN = 0.1
+"""Seconds of a run, of three steps at least."""
+SETTLED = 1
 """Steps of a run before time counts: torch and we look at more of what is new."""
 SHARE, BUDGET = 0.05, 0.03
 BLOCK = round(1 / SHARE)
-"""Steps of which one is recorded. Runs of the sampled modes are of whole blocks, so that all have as many windows."""
+"""Steps of which one is recorded."""
 
-Mode = Callable[[], AbstractContextManager[Any]]
+
+class Watching:
+    """A mode in which a profile is recorded."""
+
+    def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
+        self.collector = Collector(share=share, budget=budget)
+
+    def __enter__(self) -> Watching:
+        self.collector.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.collector.stop()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the next step is recorded."""
+        return self.collector.windows is None or self.collector.windows.recording
 
 
 @contextmanager
 def after_a_profile() -> Iterator[None]:
     """Nothing is recorded any more."""
-    with profiled():
+    with Watching():
         pass
     yield
 
@@ -48,38 +65,44 @@ def torchs(stacks: bool = False) -> AbstractContextManager[Any]:
     return torch.profiler.profile(activities=[ProfilerActivity.CPU], with_stack=stacks)
 
 
+Mode = Callable[[], AbstractContextManager[Any]]
 SHORT: Mapping[str, Mode] = {
     "off": nullcontext,
-    "exact": profiled,
+    "exact": Watching,
     "torch": torchs,
     "stacks": partial(torchs, stacks=True),
     "stopped": after_a_profile,
 }
 LONG: Mapping[str, Mode] = {
     "off": nullcontext,
-    "sampled": partial(profiled, share=SHARE),
-    "budget": partial(profiled, budget=BUDGET),
+    "sampled": partial(Watching, share=SHARE),
+    "budget": partial(Watching, budget=BUDGET),
 }
+Steps = list[tuple[float, bool]]
+"""Processor seconds of each step of a run, and whether it was recorded by windows."""
 
 
-def seconds(workload: Workload, mode: Mode, steps: int) -> float:
-    """Processor seconds of a step in a mode, without its beginning and its end."""
+def run(workload: Workload, mode: Mode, steps: int) -> Steps:
+    """Steps in a mode, without its beginning and its end."""
+    found: Steps = []
     gc.collect()
-    with mode():
+    with mode() as watching:
         for _ in range(SETTLED):
             workload.step()
-        began = time.process_time()
         for _ in range(steps):
+            recorded = isinstance(watching, Watching) and watching.recording
+            began = time.process_time()
             workload.step()
-        return (time.process_time() - began) / steps
+            found.append((time.process_time() - began, recorded))
+    return found
 
 
-def alternating(workload: Workload, modes: Mapping[str, Mode], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of a step, by mode and round; every second round goes backwards."""
-    found: dict[str, list[float]] = {name: [] for name in modes}
+def alternating(workload: Workload, modes: Mapping[str, Mode], steps: int, rounds: int) -> dict[str, list[Steps]]:
+    """Runs by mode; every second round goes backwards."""
+    found: dict[str, list[Steps]] = {name: [] for name in modes}
     for number in range(rounds):
         for name in list(modes)[:: 1 if number % 2 else -1]:
-            found[name].append(seconds(workload, modes[name], steps))
+            found[name].append(run(workload, modes[name], steps))
     return found
 
 
@@ -87,21 +110,28 @@ def measure(name: str) -> dict[str, Any]:
     """All modes of one workload."""
     torch.set_num_threads(1)
     workload = build(name)
-    step = min(seconds(workload, nullcontext, 1) for _ in range(3))
+    step = min(seconds for seconds, _ in run(workload, nullcontext, 3))
     gc.freeze()
     gc.disable()
     try:
-        short = alternating(workload, SHORT, max(1, round(RUN / step)), ROUNDS)
-        long = alternating(workload, LONG, BLOCK * max(1, round(RUN / step / BLOCK)), HANDS)
+        short = alternating(workload, SHORT, max(3, round(RUN / step)), ROUNDS)
+        long = alternating(workload, LONG, BLOCK * max(2, round(RUN / step / BLOCK)), HANDS)
     finally:
         gc.enable()
         gc.unfreeze()
     return {"short": short, "long": long}
 
 
-def ratios(times: Mapping[str, list[float]], mode: str) -> list[float]:
-    """Of each hand: its fastest run in the mode over its fastest without."""
-    return [min(times[mode][hand::HANDS]) / min(times["off"][hand::HANDS]) for hand in range(HANDS)]
+def fastest(runs: list[Steps]) -> float:
+    """Seconds of a step: of those recorded and of those not the fastest, each by how many there are."""
+    steps = [step for each in runs for step in each]
+    kinds = [[seconds for seconds, recorded in steps if recorded == kind] for kind in (False, True)]
+    return sum(min(kind) * len(kind) / len(steps) for kind in kinds if kind)
+
+
+def ratios(times: Mapping[str, list[Steps]], mode: str) -> list[float]:
+    """Of each hand: a step in the mode over one without."""
+    return [fastest(times[mode][hand::HANDS]) / fastest(times["off"][hand::HANDS]) for hand in range(HANDS)]
 
 
 class Costs:

@@ -160,6 +160,7 @@ def test_garbage_collection_is_noted_with_its_line():
     with profiled() as result:
         gc.collect()
     noted = result.profile.facts.waits["garbage collection"]
+    assert result.profile.facts.unseen == []
     assert noted.count >= 1
     assert noted.seconds >= noted.longest > 0
     assert __file__ in noted.where
@@ -178,6 +179,7 @@ def test_recompiles_and_graph_breaks_are_noted():
             sized(torch.ones(size))
         torch.compile(broken, backend="eager")(torch.ones(2))
     waits = result.profile.facts.waits
+    assert "torch.compile has fused" in result.profile.facts.unseen[0]
     assert any(name.startswith("recompile: ") and "size mismatch" in name for name in waits)
     assert any(name.startswith("graph break: ") and "builtin" in name for name in waits), waits
     assert any(name == "compile: broken" and __file__ in event.where for name, event in waits.items())

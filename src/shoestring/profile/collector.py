@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shoestring.core.trace import listening
 from shoestring.profile import native_tree
-from shoestring.profile.happenings import Happenings, StepClock, machine, watched
+from shoestring.profile.happenings import Happenings, StepClock, machine, unseen, watched
 from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
@@ -106,6 +106,7 @@ class Collector:
                 steps=self.clock.steps,
                 clock=self.clock.times,
                 waits=self.happenings.events,
+                unseen=unseen(names),
                 share=self.windows.recorded / seconds if self.windows is not None else 1.0,
                 versions=machine() | {"processor seconds": f"{processor:.3f}"},
             ),

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from shoestring.profile.recording import Events, StepTimes
 
 MOST_STEPS, MOST_EVENTS = 128, 64
 LONGEST_NAME = 200
+COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
+"""How names of operators begin that run what torch.compile made."""
 RESIDENT_EVERY = 0.05
 """Seconds between two looks at how much memory the process has."""
 
@@ -135,6 +137,16 @@ def _resident() -> int:
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def unseen(names: Iterable[str]) -> list[str]:
+    """Sentences on what operators of these names hide."""
+    if not any(name.startswith(COMPILED) for name in names):
+        return []
+    return [
+        "What torch.compile has fused is own time of its region, without lines; matrix products that it leaves to torch"
+        " are seen below it.",
+    ]
 
 
 def machine() -> dict[str, str]:

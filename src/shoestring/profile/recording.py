@@ -70,6 +70,8 @@ class Facts:
     waits: dict[str, Events] = field(default_factory=dict)
     """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
     torch.compile; 64 at most."""
+    unseen: list[str] = field(default_factory=list)
+    """Sentences on what the profile cannot see."""
     share: float = 1.0
     """Of the program's time, the part in which operators were recorded; what they took is scaled up to all of it."""
     inside: list[str] = field(default_factory=list)
