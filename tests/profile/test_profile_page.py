@@ -10,7 +10,7 @@ import pytest
 from shoestring.profile import analyses
 from shoestring.profile.comparison import compare, merged
 from shoestring.profile.findings import Finding
-from shoestring.profile.recording import Facts, Profile
+from shoestring.profile.recording import Facts, Profile, StepTimes
 from shoestring.profile.tree import CallTree, NodeKind, totals
 from shoestring.profile.view import page
 from tests.browser import CHROMIUM, Browser
@@ -135,6 +135,17 @@ def test_ranks_findings_and_the_source_of_lines(tmp_path, browser, monkeypatch):
     browser.value("void document.querySelector('.lines button, button[data-line=\"7\"]').click()")
     at = browser.value("document.querySelector('#source tr.at').innerText")
     assert at.split() == ["120", "ms", "7", "item()"]
+
+
+def test_steps_are_drawn_and_said(tmp_path):
+    profile = small()
+    clock = [StepTimes(0, 1, 0.5, 0.5, 10**6), StepTimes(1, 1, 0.1, 0.1, 0), StepTimes(2, 8, 0.8, 0.2, 3 * 10**6)]
+    text = page.write(replace(profile, facts=replace(profile.facts, clock=clock)), tmp_path / "p.html").read_text()
+    assert "10 steps of 100 ms (median); the longest, step 1, took 500 ms." in text
+    assert "The process held 1 MB at first and 3 MB at last." in text
+    mean = re.search(r'points="([^"]*)" class="mean"', text)[1].split()
+    assert mean == ["0.0,6.0", "100.0,6.0", "100.0,97.2", "200.0,97.2", "200.0,97.2", "1000.0,97.2"]
+    assert "Optimizer steps</h2>" not in page.write(profile, tmp_path / "p.html").read_text()
 
 
 def test_what_changed_between_two_profiles_is_red_or_blue(tmp_path, browser):

@@ -13,6 +13,7 @@ from shoestring.profile.lines import by_line
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.summary import by_operator, code, command, seconds, waits
 from shoestring.profile.view import payload
+from shoestring.profile.view.steps import steps
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
@@ -72,6 +73,7 @@ def write(profile: Profile, path: Path) -> Path:
             grid("With all that they call outside of the program, longest first", _LINE_HEAD, rows, figures=2),
         ),
         _source(profile.sources, ("Forward", "Backward", "Python")),
+        steps(profile.facts),
         _section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
         _notes(profile.facts),
     ]
