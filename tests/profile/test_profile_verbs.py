@@ -71,6 +71,9 @@ def test_two_profiles_are_compared_and_merged(saved, capsys):
     assert "65 ms  130 ms  +65 ms  /a/train.py:5  loss = model(x)" in said
     assert (saved / "profile-diff.html").stat().st_size > 10_000
     assert main(["profile", "merge", "a.npz", "b.npz", "--out", "both.npz"]) == 0
+    capsys.readouterr()
+    assert main(["profile", "view", "both.npz"]) == 0
+    assert "\na took least, 95 ms, and b longest, 190 ms\n" in capsys.readouterr().out
     both = load("both.npz")
     assert both.ranks.labels == ["a", "b"]
     assert both.ranks.own.sum(1).tolist() == [95 * MILLION, 190 * MILLION]
@@ -120,6 +123,15 @@ def test_lines_that_moved_are_compared_with_themselves_and_gone_ones_are_named()
     changes = compare(before, small(source=edited)).by_line()
     assert changes["/a/train.py", -7] == (30 * MILLION, 0)  # which line 7 of the later source is not
     assert changes["/a/train.py", 5] == (65 * MILLION, 65 * MILLION)
+
+
+def test_lines_that_became_one_are_compared_with_it_together():
+    three, one = "    loss = model(x)\n    loss.backward()\n    item()\n", "    everything()\n"
+    before = small()
+    own = before.tree.own + np.where(before.tree.line == 5, 10 * MILLION, 0)
+    before = replace(before, tree=replace(before.tree, own=own))
+    changes = compare(before, small(source=SOURCE.replace(three, one))).by_line()
+    assert changes["/a/train.py", 5] == (105 * MILLION, 65 * MILLION)
 
 
 def test_a_program_under_another_name_is_compared_with_what_it_was():

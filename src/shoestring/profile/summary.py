@@ -54,6 +54,10 @@ def _headline(profile: Profile) -> Iterator[str]:
         f"{forward} in operators, {backward} in the backward pass, {seconds(own[python].sum())} in Python outside of"
         f" operators; recording took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
     )
+    if profile.ranks:
+        times = dict(zip(profile.ranks.labels, profile.ranks.own.sum(1), strict=True))
+        least, longest = min(times, key=lambda name: times[name]), max(times, key=lambda name: times[name])
+        yield f"{least} took least, {seconds(times[least])}, and {longest} longest, {seconds(times[longest])}"
     beside = int(tree.inclusive[0]) - (facts.seconds - facts.overhead) * 1e9
     if beside > _NOTABLE * tree.inclusive[0]:
         yield f"other threads worked beside the first for {seconds(beside)}, which lines and operators include"
