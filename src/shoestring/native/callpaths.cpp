@@ -420,7 +420,7 @@ struct Thread {
         auto found = pointers.find(text);
         // The same address may hold another text by now, when it was allocated for a name alone.
         if (found != pointers.end() && !std::strcmp(found->second.first, text)) return found->second.second;
-        if (pointers.size() > 1 << 16) pointers.clear();
+        if (pointers.size() > 1 << 11) pointers.clear();
         uint32_t name = names().of(text);
         pointers[text] = {names().spelling(name), name};
         return name;

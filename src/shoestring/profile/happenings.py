@@ -96,8 +96,9 @@ class Happenings:
             self.collecting = time.perf_counter()
         elif self.collecting:
             seconds, self.collecting = time.perf_counter() - self.collecting, 0.0
-            caller = sys._getframe(1)
-            self.add("garbage collection", seconds, f"{caller.f_code.co_filename}:{caller.f_lineno}")
+            caller = sys._getframe().f_back  # None while Python ends
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else ""
+            self.add("garbage collection", seconds, where)
 
     def compiled(self) -> None:
         """Add what torch.compile has compiled; it keeps the last 64."""
