@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import profile
 from benchmarks.harness import Bar, Deadline, main
-from benchmarks.profile import cost, growth, truth
+from benchmarks.profile import cost, findings, growth, truth
 from benchmarks.rows import RESULTS
 
 
@@ -31,6 +31,7 @@ def command(argv: Sequence[str]) -> int:
             *cost.rows(costs),
             *truth.rows(),
             *growth.rows(known.runs / "growth", deadline.check),
+            *findings.rows(known.runs, deadline.check),
             *profile.gpu_rows(),
         ]
 

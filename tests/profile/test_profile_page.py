@@ -121,7 +121,7 @@ def test_ranks_findings_and_the_source_of_lines(tmp_path, browser, monkeypatch):
     finding = Finding(
         title="waits", file="/a/train.py", line=7, evidence="Evidence.", advice="Advice.", gain=(0.1, 0.2), nodes=(5,)
     )
-    monkeypatch.setattr(analyses, "ANALYSES", (lambda _: [finding],))
+    monkeypatch.setattr(analyses, "ANALYSES", {"planted": lambda _: [finding]})
     opened(browser, page.write(merged([small(), small(scale=3)]), tmp_path / "p.html"))
     text = browser.value("document.querySelector('main').innerText")
     assert text.index("Findings") < text.index("waits") < text.index("Lines of the program")
@@ -166,7 +166,7 @@ def test_what_changed_between_two_profiles_is_red_or_blue(tmp_path, browser):
 @pytest.mark.parametrize("compared", [False, True])
 def test_names_and_sources_of_an_attacker_are_only_text(tmp_path, browser, monkeypatch, compared):
     finding = Finding(title=HOSTILE, file=HOSTILE, line=1, evidence=HOSTILE, advice=HOSTILE)
-    monkeypatch.setattr(analyses, "ANALYSES", (lambda _: [finding],))
+    monkeypatch.setattr(analyses, "ANALYSES", {"planted": lambda _: [finding]})
     bad, path = hostile(), tmp_path / "p.html"
     if compared:
         page.write_comparison(compare(bad, small()), (HOSTILE, HOSTILE), path)

@@ -51,7 +51,7 @@ def saved(tmp_path, monkeypatch):
 
 
 def test_a_profile_is_shown_by_its_lines_and_operators_with_findings_first(saved, capsys, monkeypatch):
-    monkeypatch.setattr(analyses, "ANALYSES", (lambda _: [FINDING],))
+    monkeypatch.setattr(analyses, "ANALYSES", {"planted": lambda _: [FINDING]})
     assert main(["profile", "view", "a.npz", "--lines", "2"]) == 0
     said = capsys.readouterr().out
     rows = said.splitlines()

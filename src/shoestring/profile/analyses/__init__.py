@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from shoestring.profile.analyses.communication import exposed_communication
+from shoestring.profile.analyses.fusible import fusible_chains
+from shoestring.profile.analyses.hotspot import hotspots
+from shoestring.profile.analyses.imbalance import imbalances
+from shoestring.profile.analyses.layout import conversions
+from shoestring.profile.analyses.loading import loading_stalls
+from shoestring.profile.analyses.optimizer import unfused_optimizers
+from shoestring.profile.analyses.reading import Reading
+from shoestring.profile.analyses.retracing import retracings
+from shoestring.profile.analyses.synchronization import synchronizations
 from shoestring.profile.findings import Finding, by_gain
 from shoestring.profile.recording import Profile
 
-Analysis = Callable[[Profile], Iterable[Finding]]
+Analysis = Callable[[Reading], Iterable[Finding]]
 
-ANALYSES: tuple[Analysis, ...] = ()
+ANALYSES: dict[str, Analysis] = {
+    "hotspot": hotspots,
+    "fusible": fusible_chains,
+    "optimizer": unfused_optimizers,
+    "imbalance": imbalances,
+    "synchronization": synchronizations,
+    "loading": loading_stalls,
+    "layout": conversions,
+    "retracing": retracings,
+    "communication": exposed_communication,
+}
 
 
 def find(profile: Profile) -> list[Finding]:
     """All findings in a profile, the largest gain first."""
-    return by_gain(finding for analysis in ANALYSES for finding in analysis(profile))
+    reading = Reading(profile)
+    return by_gain(finding for analysis in ANALYSES.values() for finding in analysis(reading))

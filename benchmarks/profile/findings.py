@@ -1,0 +1,231 @@
+"""How well the analyses of a profile find planted faults, and how well they predict what the fix gains.
+
+Programs of `planted` were written by somebody who had not seen the analyses, those of `planted_by_author` by their
+author. Every program and every twin is profiled once; the gain is measured without a profile, program and twin in
+alternation. What was found and measured is stored program by program, each in a file of its own, and is measured again
+only where that is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Bar, Measured, paired, stored
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding in a program."""
+
+    analysis: str
+    file: str
+    line: int
+    gain: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A program with a fault and its twin, or one without."""
+
+    name: str
+    blind: bool
+    analysis: str
+    """Of the fault; empty for a clean program."""
+    lines: list[tuple[str, int]]
+    faulty: list[Found]
+    clean: list[Found]
+    gain: float = 0.0
+    """Measured share of the time that the fix saves."""
+
+    @property
+    def first(self) -> Found | None:
+        """What the fault's analysis found first."""
+        return next((found for found in self.faulty if found.analysis == self.analysis), None)
+
+    @property
+    def right(self) -> bool:
+        """Whether that is the fault's line."""
+        return self.first is not None and (self.first.file, self.first.line) in self.lines
+
+
+def statement_lines(places: Sequence[tuple[str, int]]) -> set[tuple[str, int]]:
+    """The places, and the other lines of simple statements that they are in."""
+    found = set(places)
+    for file in {file for file, _ in places}:
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.Return | ast.Assign | ast.AugAssign | ast.Expr | ast.AnnAssign):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                if any((file, line) in places for line in lines):
+                    found |= {(file, line) for line in lines}
+    return found
+
+
+def profile_of(run: Callable[[int], object], steps: int) -> list[Found]:
+    """What is found in a profile of a program, which has run before."""
+    from shoestring.profile import profiled
+    from shoestring.profile.analyses import ANALYSES
+    from shoestring.profile.analyses.reading import Reading
+    from shoestring.profile.findings import by_gain
+
+    with profiled() as result:
+        run(steps)
+    reading = Reading(result.profile)
+    return [
+        Found(name, _short(finding.file), finding.line, finding.gain)
+        for name, analysis in ANALYSES.items()
+        for finding in by_gain(analysis(reading))
+    ]
+
+
+def judge(program: Any) -> dict[str, Any]:
+    """What is found in a program and in its twin, in a form that is stored."""
+    import torch
+
+    torch.set_num_threads(1)
+    analysis = getattr(program, "analysis", "")
+    program.run(2)
+    faulty = profile_of(program.run, program.steps)
+    if not analysis:
+        return {"analysis": "", "lines": [], "faulty": [], "clean": [vars(found) for found in faulty]}
+    program.fixed(2)
+    clean = profile_of(program.fixed, program.steps)
+    return {
+        "analysis": analysis,
+        "lines": sorted(statement_lines([(_short(file), line) for file, line in program.lines])),
+        "faulty": [vars(found) for found in faulty],
+        "clean": [vars(found) for found in clean],
+    }
+
+
+def gain_of(program: Any) -> dict[str, Any]:
+    """The share of the time that the fix saves: of CPU time or, where the program waits, of wall time."""
+    import torch
+
+    torch.set_num_threads(1)
+    work, fixed = (partial(run, program.steps) for run in (program.run, program.fixed))
+    ratio = paired(work, fixed, rounds=ROUNDS, warmup=1, order="AB", clock=program.clock)
+    return {"gain": 1 - 1 / ratio.median, "interval": [1 - 1 / end for end in ratio.interval]}
+
+
+def _short(file: str) -> str:
+    return str(Path(file).relative_to(ROOT)) if Path(file).is_relative_to(ROOT) else file
+
+
+class Trial:
+    """All programs, judged once."""
+
+    def __init__(self, folder: Path, check: Callable[[], None]) -> None:
+        self.folder, self.check = folder, check
+        self.found: list[Judged] = []
+
+    def judged(self) -> list[Judged]:
+        """All of torch's programs; those of JAX have a collector of their own."""
+        from benchmarks.profile import planted, planted_by_author
+
+        if self.found:
+            return self.found
+        kinds = (("blind", [*planted.PLANTED, *planted.CLEAN]), ("author", planted_by_author.PLANTED))
+        for kind, programs in kinds:
+            for program in programs:
+                if program.framework == "torch":
+                    path = self.folder / "findings" / kind / f"{program.name}.json"
+                    record = stored(path, self.check, partial(judge, program))
+                    if record["analysis"]:
+                        path = self.folder / "gains" / kind / f"{program.name}.json"
+                        record |= stored(path, self.check, partial(gain_of, program))
+                    self.found.append(_judged(program.name, kind == "blind", record))
+        return self.found
+
+
+def _judged(name: str, blind: bool, record: dict[str, Any]) -> Judged:
+    def read(kind: str) -> list[Found]:
+        return [Found(**(each | {"gain": tuple(each["gain"]) if each["gain"] else None})) for each in record[kind]]
+
+    lines = [(file, line) for file, line in record["lines"]]
+    return Judged(name, blind, record["analysis"], lines, read("faulty"), read("clean"), record.get("gain", 0.0))
+
+
+def recall(judged: Sequence[Judged]) -> Measured:
+    """Share of faults whose line is the first that their analysis names."""
+    planted = [each for each in judged if each.analysis]
+    missed = [each.name for each in planted if not each.right]
+    return Measured(1 - len(missed) / len(planted), _note(planted, "missed", missed))
+
+
+def false_alarms(judged: Sequence[Judged]) -> Measured:
+    """Share of clean programs and twins in which anything is found."""
+    alarmed = [
+        f"{each.name} ({', '.join(sorted({found.analysis for found in each.clean}))})" for each in judged if each.clean
+    ]
+    return Measured(len(alarmed) / len(judged), _note(judged, "alarmed", alarmed))
+
+
+def predicted(judged: Sequence[Judged]) -> list[tuple[Judged, tuple[float, float]]]:
+    """Faults that were found with a figure."""
+    return [(each, each.first.gain) for each in judged if each.right and each.first and each.first.gain]
+
+
+def coverage(judged: Sequence[Judged]) -> Measured:
+    """Share of predicted intervals that have the measured gain in them."""
+    pairs = predicted(judged)
+    outside = [
+        f"{each.name} {low:.0%} to {high:.0%}, measured {each.gain:.0%}"
+        for each, (low, high) in pairs
+        if not low <= each.gain <= high
+    ]
+    everything = [found for each in judged for found in (*each.faulty, *each.clean)]
+    share = sum(found.gain is None for found in everything) / max(len(everything), 1)
+    note = (
+        f"{len(pairs)} intervals; {share:.0%} of all findings have no figure; outside: {'; '.join(outside) or 'none'}"
+    )
+    return Measured(1 - len(outside) / max(len(pairs), 1), note)
+
+
+def width(judged: Sequence[Judged]) -> Measured:
+    """Median of upper over lower bound."""
+    ratios = [high / low for _, (low, high) in predicted(judged)]
+    return Measured(statistics.median(ratios), f"{len(ratios)} intervals, widest {max(ratios):.2f}")
+
+
+def _note(judged: Sequence[Judged], verb: str, names: Iterable[str]) -> str:
+    blind = sum(each.blind for each in judged)
+    listed = ", ".join(names) or "none"
+    return f"{len(judged)} programs, {blind} of them by somebody who had not seen the analyses; {verb}: {listed}"
+
+
+def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
+    """The bars of the analyses; what is measured of each program is stored in the folder."""
+    trial = Trial(folder, check)
+
+    def measure(what: Callable[[Sequence[Judged]], Measured]) -> Callable[..., Measured]:
+        return lambda deadline: what(trial.judged())
+
+    return [
+        Bar("profile.findings-recall", "Planted faults found, the fault's line first", ">=", 0.95, measure(recall)),
+        Bar(
+            *("profile.findings-false-alarms", "Clean programs and twins in which a first analysis finds anything"),
+            *("<=", 0.05, measure(false_alarms)),
+        ),
+        Bar(
+            *("profile.findings-coverage", "Predicted intervals that have the measured gain of the fix in them"),
+            *(">=", 0.80, measure(coverage)),
+        ),
+        Bar(
+            *(
+                "profile.findings-width",
+                "Upper over lower bound of a predicted gain, median",
+                "<=",
+                1.3,
+                measure(width),
+            ),
+        ),
+    ]

@@ -1,0 +1,95 @@
+"""Exposed communication: the step waits for collectives that could be fewer, or overlapped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind
+
+_COLLECTIVE = re.compile(
+    r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py\t(?!init_process|new_|destroy_|_new|get_|is_|isend|irecv)"
+)
+_OPERATORS = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|communication)")
+
+
+_DISTRIBUTED = re.compile(r"/torch/nn/parallel/distributed\.py\t")
+_ENGINE = re.compile(r"\t_engine_run_backward$")
+_ACCUMULATE = re.compile(r"AccumulateGrad$")
+IN_BACKWARD = 0.32
+"""Share of the time that a backward pass that averages gradients spends outside of its functions, to be a finding."""
+SINGLE = 0.15
+"""Share of the time that one collective a step is worth a change from."""
+
+
+def exposed_communication(reading: Reading) -> Iterator[Finding]:
+    """Lines on which the program waits for other ranks."""
+    yield from _collectives(reading)
+    yield from _in_backward(reading)
+
+
+def _in_backward(reading: Reading) -> Iterator[Finding]:
+    """What the backward pass of DistributedDataParallel waits for: the engine's time that no function of it takes."""
+    tree = reading.tree
+    if not reading.matching(_DISTRIBUTED).any():
+        return
+    engine = reading.behind & reading.matching(_ACCUMULATE)  # after which a bucket is sent
+    engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
+    waits: dict[Place, list[int]] = {}
+    for node in np.flatnonzero(engine & (tree.own > 0)).tolist():
+        waits.setdefault(reading.place(node), []).append(node)
+    for place, nodes in waits.items():
+        taken = int(tree.own[nodes].sum())
+        if reading.share(taken) >= IN_BACKWARD and place[0]:
+            yield reading.finding(
+                "the backward pass waits for the averaging of gradients",
+                place,
+                f"After or between its functions, the backward pass waits {milliseconds(taken)},"
+                f" {reading.share(taken):.0%} of the time.",
+                "Average less often (no_sync() while gradients are accumulated), in buckets that are sent while others"
+                " are computed (bucket_cap_mb), or in fewer bytes (a compressing communication hook).",
+                None,
+                nodes,
+            )
+
+
+def _collectives(reading: Reading) -> Iterator[Finding]:
+    tree = reading.tree
+    named = np.array([bool(_COLLECTIVE.search(name)) for name in tree.names])
+    operators = np.array([bool(_OPERATORS.search(name)) for name in tree.names])
+    wanted = (tree.kind == NodeKind.PYTHON) & named[tree.name]
+    wanted |= np.isin(tree.kind, (NodeKind.OPERATOR, NodeKind.SPAN)) & operators[tree.name]
+    waits: dict[Place, list[int]] = {}
+    for node in reading.topmost(wanted):
+        place = reading.place(node)
+        if place[0] and not reading.behind[node]:
+            waits.setdefault(place, []).append(node)
+    waiting = sum(len(nodes) for nodes in waits.values())
+    for place, _time in reading.python.items() if waiting else ():
+        if ".wait(" in reading.text(place) and place not in waits:
+            waits[place] = []
+    for place, nodes in waits.items():
+        taken = int(tree.inclusive[nodes].sum()) if nodes else reading.python.get(place, 0)
+        if ".wait(" in reading.text(place) and nodes:
+            taken += reading.python.get(place, 0)
+        calls = sum(call.count for call in reading.calls if call.place == place and _OPERATORS.search(call.name))
+        each = max(calls / reading.steps, 1.0)
+        gain = taken * (1 - 0.5 / each) if each > 1.5 else taken
+        if nodes and each <= 1.5 and ".wait(" in reading.text(place):
+            continue  # it has begun earlier
+        if reading.share(0.87 * gain) < (MATTERS if each > 1.5 else SINGLE):
+            continue
+        fewer = "Send tensors together, in buckets: one collective instead of many. " if each > 1.5 else ""
+        yield reading.finding(
+            "the step waits for communication",
+            place,
+            f"{calls} collectives take {milliseconds(taken)}, {reading.share(taken):.0%} of the time, on this line,"
+            f" about {each:.0f} a step, and nothing overlaps them.",
+            f"{fewer}Begin them early (async_op=True, DistributedDataParallel) and wait only where the result is used.",
+            (0.85 * gain, 1.05 * gain),
+            nodes,
+        )

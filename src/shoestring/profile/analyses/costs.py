@@ -1,0 +1,78 @@
+"""What operators cost on a CPU, relative to each other: `cpu.json`, as `benchmarks/profile/baselines.py` wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+Direction = Literal["forward", "backward"]
+
+LARGEST = 1 << 28
+"""Elements beyond which a size is not searched for."""
+
+
+@cache
+def _table() -> tuple[list[int], dict[str, dict[str, list[float]]]]:
+    table = json.loads(Path(__file__).with_name("cpu.json").read_text())
+    return table["sizes"], table["nanoseconds"]
+
+
+def known(name: str, direction: Direction = "forward") -> bool:
+    """Whether the cost of an operator is in the table."""
+    return direction in _table()[1].get(name, {})
+
+
+def nanoseconds(name: str, direction: Direction, elements: float) -> float:
+    """Of one call, on a tensor of this many elements: between measured sizes and beyond them on straight lines.
+
+    Raises:
+        KeyError: the operator is not in the table.
+    """
+    sizes, table = _table()
+    times = table[name][direction]
+    points = list(zip(sizes, times, strict=False))
+    if elements <= points[0][0]:
+        return points[0][1]
+    for (low, before), (high, after) in pairwise(points):
+        if elements <= high or high == points[-1][0]:
+            return before + (after - before) * (elements - low) / (high - low)
+    raise AssertionError("a table of fewer than two sizes")
+
+
+def ratio(name: str) -> float:
+    """Time of a gradient over that of its operator, at most: at the size of the table where it is largest."""
+    return max(nanoseconds(name, "backward", size) / nanoseconds(name, "forward", size) for size in _table()[0])
+
+
+def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: float) -> float:
+    """Nanoseconds of (operator, calls); those that are not in the table count as `aten::mul`."""
+    return sum(
+        count * nanoseconds(name if known(name, direction) else "aten::mul", direction, elements)
+        for name, count in calls
+    )
+
+
+def elements_of(calls: Iterable[tuple[str, float]], measured: float, known: float = 0) -> tuple[float, float]:
+    """How many elements calls had that took `measured` nanoseconds forward, and this machine's time over the table's.
+
+    Args:
+        calls: operator and number of calls.
+        measured: nanoseconds of all.
+        known: elements, where they were recorded; else they are those with which the table has the same time.
+    """
+    counted = list(calls)
+    if known:
+        return known, measured / max(total(counted, "forward", known), 1.0)
+    least = total(counted, "forward", 1)
+    if measured <= least:
+        return 1.0, measured / max(least, 1.0)
+    low, high = 0.0, math.log(LARGEST)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(counted, "forward", math.exp(middle)) < measured else (low, middle)
+    return math.exp(low), 1.0

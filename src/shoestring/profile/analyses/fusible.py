@@ -1,0 +1,234 @@
+"""Fusible chains: small operators that follow each other, each of which reads and writes all elements again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoestring.profile.analyses import costs
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds, named
+from shoestring.profile.findings import Finding
+
+ELEMENTWISE = named(
+    "abs add addcdiv addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos div elu eq erf"
+    " erfc exp exp2 expm1 fill floor ge gelu gt hardtanh le leaky_relu lerp log log1p log2 log10 logical_and"
+    " logical_not logical_or lt masked_fill maximum minimum mul multiply ne neg negative pow reciprocal relu remainder"
+    " round rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tan tanh true_divide where xlogy zero"
+)
+REDUCTIONS = named("sum mean var std amax amin max min norm linalg_vector_norm logsumexp softmax")
+PRODUCTS = named("matmul bmm mm einsum baddbmm")
+VIEWS = named(
+    "view reshape transpose t permute unsqueeze squeeze expand expand_as select slice chunk split unbind detach alias"
+    " to flatten unflatten narrow view_as type_as tensor_split lift_fresh empty_like ones_like zeros_like arange ones"
+    " zeros scalar_tensor resolve_conj resolve_neg"
+)
+SHORTEST = 3
+"""Elementwise operators and reductions of a chain, at least."""
+UNKNOWN = 12
+"""Elementwise operators of a chain that no operator of torch is known for, at least."""
+UNKNOWN_MATTERS = 0.15
+"""Share of the time that the change saves at least there: compiling has a price, too."""
+ALIKE = 8
+"""Times as often as another that an operator of a chain is called, at most."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An operator of torch that does what a chain does."""
+
+    operator: str
+    """As `costs` knows it."""
+    instead: str
+    """How it is called."""
+    every: tuple[str, ...]
+    """The chain has, of each of these, one of the names (`|` between them)."""
+    none: str = ""
+    """And none of these."""
+    least: int = SHORTEST
+
+
+FUSED = (
+    Fused("aten::scaled_dot_product_attention", "F.scaled_dot_product_attention", ("matmul|bmm|einsum", "softmax")),
+    Fused("aten::gelu_tanh", "F.gelu(x, approximate='tanh')", ("tanh", "mul"), none="exp|log|log1p|softplus|sum|mean"),
+    Fused("aten::mish", "F.mish", ("tanh", "softplus|log1p|log", "mul"), none="sum|mean", least=2),
+    Fused("aten::gelu", "F.gelu", ("erf", "mul"), none="sum|mean"),
+    Fused(
+        "aten::layer_norm",
+        "F.layer_norm (or F.group_norm)",
+        ("mean|sum", "sub", "sqrt|rsqrt|std", "div|mul"),
+        none="log|exp",
+    ),
+    Fused("aten::layer_norm", "F.layer_norm", ("var|std", "sub", "div|mul")),
+    Fused("aten::rms_norm", "F.rms_norm", ("pow|square|mul", "mean|sum", "rsqrt|sqrt|pow"), none="sub|exp|log"),
+    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("exp", "sum", "log"), none="sigmoid"),
+    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("softmax", "log"), least=2),
+    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("logsumexp", "sub"), least=2),
+    Fused("aten::softmax", "torch.softmax", ("exp", "sum", "div")),
+    Fused(
+        "aten::binary_cross_entropy_with_logits",
+        "F.binary_cross_entropy_with_logits",
+        ("log|log1p|softplus", "sigmoid|rsub|exp", "mul|neg"),
+        none="sum_of",
+    ),
+    Fused("aten::silu", "F.silu", ("sigmoid", "mul"), none="tanh|log|sum|mean", least=2),
+    Fused("aten::silu", "F.silu", ("exp", "neg", "add", "div|reciprocal"), none="log|sum|mean"),
+    Fused("aten::softplus", "F.softplus", ("exp", "log|log1p"), none="sum|mean", least=2),
+    Fused("aten::huber_loss", "F.huber_loss or F.smooth_l1_loss", ("abs", "where|clamp|minimum", "mul|pow|square")),
+    Fused("aten::hardswish", "F.hardswish", ("clamp|relu|hardtanh|minimum", "mul", "div|mul", "add")),
+    Fused("aten::leaky_relu", "F.leaky_relu", ("where|maximum", "mul"), none="sum|mean|exp|log", least=2),
+)
+
+
+_COMMON = frozenset({"mul", "add", "sub", "div", "neg", "rsub", "mean", "sum", "pow", "square"})
+"""Operators that are a part of many formulas."""
+
+
+@dataclass
+class Chain:
+    """Calls of one function that follow each other."""
+
+    calls: list[OperatorCall]
+
+    @property
+    def worked(self) -> list[OperatorCall]:
+        """Those that compute."""
+        return [call for call in self.calls if _plain(call.name) not in VIEWS]
+
+    @property
+    def elementwise(self) -> list[OperatorCall]:
+        """Those without reductions."""
+        return [call for call in self.worked if _plain(call.name) in ELEMENTWISE]
+
+    @property
+    def runs(self) -> int:
+        """How often the chain runs."""
+        return min(call.count for call in self.worked)
+
+    @property
+    def each(self) -> float:
+        """Operators in one run of it."""
+        return sum(call.count for call in self.worked) / self.runs
+
+    @property
+    def places(self) -> frozenset[Place]:
+        return frozenset(call.place for call in self.worked)
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("_")
+
+
+def chains(reading: Reading) -> list[Chain]:
+    """Runs of operators that could be one, in the order in which each function called them first."""
+    by_frame: dict[tuple[int, int], list[OperatorCall]] = {}
+    for call in reading.calls:
+        by_frame.setdefault(call.frame, []).append(call)
+    found = []
+    for calls in by_frame.values():
+        chain: list[OperatorCall] = []
+        for call in [*calls, None]:
+            plain = _plain(call.name) if call else ""
+            if call and plain in ELEMENTWISE | REDUCTIONS | VIEWS | PRODUCTS and call.place[0]:
+                far = chain and call.place[1] - chain[-1].place[1] > 6
+                unlike = chain and not 1 / ALIKE <= call.count / chain[0].count <= ALIKE
+                if far or unlike:
+                    found.append(Chain(chain))
+                    chain = []
+                chain.append(call)
+            else:
+                found.append(Chain(chain))
+                chain = []
+    return [part for chain in found for part in _without_products(chain) if len(part.worked)]
+
+
+def _without_products(chain: Chain) -> list[Chain]:
+    names = {call.name.removeprefix("aten::") for call in chain.worked}
+    if names & {"softmax"} and sum(call.count for call in chain.worked if call.name in PRODUCTS) >= 2 * chain.runs:
+        return [chain]
+    parts: list[list[OperatorCall]] = [[]]
+    for call in chain.calls:
+        if call.name in PRODUCTS:
+            parts.append([])
+        else:
+            parts[-1].append(call)
+    return [Chain(part) for part in parts]
+
+
+def fused_operator(chain: Chain) -> Fused | None:
+    """The operator that a chain spells out, if it is known."""
+    names = {_plain(call.name).removeprefix("aten::") for call in chain.worked}
+    for fused in FUSED:
+        has_all = all(names & set(options.split("|")) for options in fused.every)
+        others = names - _COMMON - {option for options in fused.every for option in options.split("|")}
+        if has_all and len(others) <= 1 and not names & set(fused.none.split("|")) and chain.each >= fused.least:
+            return fused
+    return None
+
+
+def fusible_chains(reading: Reading) -> Iterator[Finding]:
+    """Chains that one operator of torch, or one generated kernel, computes in less time."""
+    same: dict[frozenset[Place], list[tuple[Chain, Fused | None, float]]] = {}
+    for chain in chains(reading):
+        fused = fused_operator(chain)
+        if fused is None and sum(call.count for call in chain.elementwise) < UNKNOWN * chain.runs:
+            continue
+        if any(call.name.endswith("_") and not call.name.endswith("__") for call in chain.worked) and not any(
+            call.backward for call in chain.worked
+        ):
+            continue  # updates of what stays, which are the optimizer's
+        same.setdefault(chain.places, []).append((chain, fused, saved(reading, chain, fused)))
+    for places, found in same.items():
+        gain = sum(saving for _, _, saving in found)
+        if reading.share(0.85 * gain) < (MATTERS if found[0][1] else UNKNOWN_MATTERS):
+            continue
+        calls = [call for chain, _, _ in found for call in chain.worked]
+        yield _finding(reading, places, calls, found[0][0].each, found[0][1], gain)
+
+
+def saved(reading: Reading, chain: Chain, fused: Fused | None) -> float:
+    """Nanoseconds that one operator in place of the chain saves, with those of Python's calls."""
+    calls = [(_plain(call.name), call.count / chain.runs) for call in chain.worked]
+    forward = sum(call.forward for call in chain.worked) / chain.runs
+    backward = sum(call.backward for call in chain.worked) / chain.runs
+    largest = max((call.elements for call in chain.worked), default=0)
+    elements, slower = costs.elements_of(calls, forward, largest)
+    if fused is not None:
+        after = slower * costs.nanoseconds(fused.operator, "forward", elements)
+        after_backward = slower * costs.nanoseconds(fused.operator, "backward", elements)
+    else:
+        passes = costs.nanoseconds("aten::mul", "forward", elements)
+        work = [max(costs.total([(name, 1)], "forward", elements) - passes, 0) * count for name, count in calls]
+        after = slower * (2 * passes + sum(work))
+        after_backward = 1.5 * after
+    python = (
+        (1 - 1 / chain.each) * reading.python_of(chain.places, sum(call.count for call in chain.worked)) / chain.runs
+    )
+    saving = forward - after + python
+    if backward:
+        saving += backward - min(after_backward, backward)
+    return max(saving, 0.0) * chain.runs
+
+
+def _finding(
+    reading: Reading,
+    places: frozenset[Place],
+    calls: Sequence[OperatorCall],
+    each: float,
+    fused: Fused | None,
+    gain: float,
+) -> Finding:
+    worst = costliest(calls)
+    numbers = sorted(line for _, line in places)
+    lines = f"lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "this line"
+    names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in calls))
+    forward, backward = (sum(getattr(call, way) for call in calls) for way in ("forward", "backward"))
+    instead = f"OperatorCall {fused.instead}" if fused else "Compile the function with torch.compile"
+    return reading.finding(
+        f"{each:.0f} small operators do what one can",
+        worst.place,
+        f"{lines[0].upper()}{lines[1:]} call {names}: {milliseconds(forward)} forward and {milliseconds(backward)}"
+        " backward, and each of them reads and writes all elements again.",
+        f"{instead}, which reads and writes them once.",
+        (0.87 * gain, 1.1 * gain),
+        [call.node for call in calls],
+    )

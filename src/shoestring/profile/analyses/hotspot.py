@@ -1,0 +1,47 @@
+"""Hotspot: one line of the program takes more than half of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
+from shoestring.profile.findings import Finding
+
+LARGE = 0.5
+"""Share of the time."""
+PRODUCTS = 0.15
+"""Share of the time of a product on the same line, from which on the line is taken for a part of the model."""
+
+
+def hotspots(reading: Reading) -> Iterator[Finding]:
+    """The line that takes more than half of the time with the operators that it calls and their gradients.
+
+    Matrix products, convolutions and attention do not count, for they are what a model is for and run near the speed of
+    the machine; nor do lines that call a whole model: what takes their time is within, or in layers of a library.
+    """
+    times: dict[Place, float] = {}
+    for (file, line), time in reading.line_itself.items():  # a loop in Python is on its head and on its body
+        around = [reading.line_itself.get((file, near), 0) for near in (line - 1, line + 1)]
+        times[file, line] = float(time + sum(other for other in around if other < time))
+    calls = dict[Place, list[OperatorCall]]()
+    for call in reading.calls:
+        if call.modules <= 1 and not call.dense and not call.name.startswith(("c10d", "Torch", "DistributedData")):
+            times[call.place] = times.get(call.place, 0) + call.time
+            calls.setdefault(call.place, []).append(call)
+    place = max(times, key=lambda place: times[place], default=("", 0))
+    if not place[0] or reading.share(times[place]) <= LARGE:
+        return
+    if any(call.dense and call.place == place and reading.share(call.time) > PRODUCTS for call in reading.calls):
+        return
+    parts = sorted(calls.get(place, ()), key=lambda call: -call.time)[:3]
+    shares = [(call.name.removeprefix("aten::"), call.time) for call in parts]
+    shares.append(("Python itself", reading.line_itself.get(place, 0)))
+    largest = ", ".join(f"{name} {reading.share(time):.0%}" for name, time in shares if reading.share(time) > 0.01)
+    yield reading.finding(
+        "one line takes most of the time",
+        place,
+        f"{reading.share(times[place]):.0%} of the time is spent on this line and on its gradients: {largest}.",
+        "Look here first: compute less (a cheaper formulation, less precision, fewer elements), or compute it once.",
+        None,
+        [call.node for call in parts],
+    )

@@ -1,0 +1,116 @@
+"""Forward/backward imbalance: gradients that take far longer than those of their operator usually do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoestring.profile.analyses import costs
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, milliseconds
+from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind
+
+_CHECKPOINT = re.compile(r"/torch/utils/checkpoint\.py\t")
+_COPY_SLICES = re.compile(r"CopySlices")
+FAR = 4.0
+"""Times what the gradients of an operator usually take."""
+ALONE = 12_000.0
+"""Nanoseconds of a gradient that need no reason: the engine's, and those of small operators."""
+VIEWS = frozenset({"aten::select", "aten::slice", "aten::narrow", "aten::diagonal", "aten::as_strided", "aten::unfold"})
+SHARE = 0.1
+"""Of the time, what the gradients take at least."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What an operator's gradient usually takes, and what to do about one that takes longer."""
+
+    backward: float
+    """Nanoseconds a call."""
+    forward: float
+    """Nanoseconds a call, of the operator that is better."""
+    advice: str
+    slower: float = 1.0
+    """This machine's time over the table's."""
+
+
+def imbalances(reading: Reading) -> Iterator[Finding]:
+    """Operators whose gradients take at least four times what the table of operators lets expect."""
+    yield from _written_slices(reading)
+    checkpointed = reading.under(_CHECKPOINT)
+    for call in reading.calls:
+        if (
+            reading.share(call.backward) < (SHARE / 2 if call.name == "aten::index" else SHARE)
+            or not call.place[0]
+            or checkpointed[call.node]
+        ):
+            continue  # the backward pass of checkpointed activations runs the forward pass again
+        forward, backward = call.forward / call.count, call.backward / call.count
+        usual = _usual(reading, call, forward)
+        if backward < FAR * usual.backward + ALONE * max(usual.slower, 1.0) and call.name != "aten::index":
+            continue
+        gain = (backward - usual.backward + max(forward - usual.forward, 0.0)) * call.count
+        if reading.share(0.85 * gain) < MATTERS:
+            continue
+        yield reading.finding(
+            f"the gradient of {call.name.removeprefix('aten::')} takes {backward / max(forward, 1):.1f} times as long"
+            " as the operator itself",
+            call.place,
+            f"{call.count} calls take {milliseconds(call.forward)} forward and {milliseconds(call.backward)} backward;"
+            f" {milliseconds(usual.backward * call.count)} backward would be usual.",
+            usual.advice,
+            (0.87 * gain, 1.05 * gain),
+            [call.node],
+        )
+
+
+def _written_slices(reading: Reading) -> Iterator[Finding]:
+    """Writes into parts of a tensor, whose gradients copy the gradient of the whole each time."""
+    tree = reading.tree
+    copies = (tree.kind == NodeKind.BACKWARD) & reading.matching(_COPY_SLICES)
+    count, taken = int(tree.count[copies].sum()), float(tree.inclusive[copies].sum())
+    writes = [call for call in reading.calls if call.name.endswith("_") and call.graphed and call.place[0]]
+    often = [call for call in writes if call.count >= 2 * reading.steps and call.count <= 1.05 * count]
+    if not often or reading.share(taken) < SHARE:
+        return
+    call = max(often, key=lambda call: call.count)
+    gain = taken * (1 + reading.engine_share) + call.time
+    yield reading.finding(
+        "the gradient of each write into a tensor copies the gradient of the whole tensor",
+        call.place,
+        f"{count} gradients of writes in place take {milliseconds(taken)}, {reading.share(taken):.0%} of the time.",
+        "Collect the parts in a list and join them once, with torch.stack or torch.cat.",
+        (0.85 * gain, 1.08 * gain),
+        [call.node],
+    )
+
+
+def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
+    if call.name in VIEWS:
+        often = max(call.count / reading.steps, 1.0)
+        advice = "Take the parts apart in one call (unbind, split or chunk): each part's gradient fills a whole tensor."
+        return Usual(min(call.backward / call.count / often * 2, ALONE), forward, advice)
+    made = call.made[0].elements if call.made else 0
+    if call.name == "aten::index":
+        backward, _ = _of_table(reading, "aten::index_select", forward, made)
+        advice = "Take rows by index_select or F.embedding, which look less into the indices, forward and backward."
+        # Forward as where the rows are in a cache, which in the table they are where they are few.
+        return Usual(min(backward, call.backward / call.count), 0.2 * forward, advice)
+    if call.name in ("aten::embedding", "aten::embedding_bag"):
+        backward, slower = _of_table(reading, "aten::embedding", forward, made)
+        advice = "The gradient fills the whole table for a few rows: use sparse=True with an optimizer that takes it."
+        return Usual(backward, forward, advice, slower)
+    advice = "Look for a formulation whose gradient is cheaper, or write the gradient in a torch.autograd.Function."
+    if costs.known(call.name, "backward"):
+        backward, slower = _of_table(reading, call.name, forward, call.elements)
+        usual = max(backward, forward * costs.ratio(call.name), 3 * forward if call.dense else 0)
+        return Usual(usual, forward, advice, slower)
+    return Usual((5 if call.dense else 3) * forward, forward, advice)
+
+
+def _of_table(reading: Reading, name: str, forward: float, elements: int) -> tuple[float, float]:
+    """What the gradient of an operator takes by the table, and this machine's time over the table's."""
+    elements_there, slower = costs.elements_of([(name, 1)], forward, elements)
+    slower = min(slower, 2 * reading.slower)
+    return slower * costs.nanoseconds(name, "backward", elements_there), slower

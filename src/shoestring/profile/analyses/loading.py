@@ -1,0 +1,67 @@
+"""Data-loader stall: steps wait for their batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind, totals
+
+_LOADER = re.compile(r"/torch/utils/data/dataloader\.py\t_\w*DataLoaderIter\.__next__$")
+_OWN_LOADER = re.compile(
+    r"(\.(__getitem__|__getitems__|__next__|__iter__)|(^|[._])(collate|batches|load\w*|loader\w*))$"
+)
+_WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
+LARGE = 0.2
+"""Share of the time that is waited, from which on it is worth a change."""
+
+
+def loading_stalls(reading: Reading) -> Iterator[Finding]:
+    """Lines that wait for a batch: from a DataLoader, or from code of the program's own that makes batches."""
+    tree = reading.tree
+    python = tree.kind == NodeKind.PYTHON
+    loader = python & np.array([bool(_LOADER.search(name)) for name in tree.names])[tree.name]
+    own = python & np.array([bool(_OWN_LOADER.search(name)) for name in tree.names])[tree.name]
+    own &= reading.lines == np.arange(len(tree))  # of the program itself
+    waits: dict[Place, list[int]] = {}
+    trains = totals(tree.parent, tree.graphed) > 0
+    generator = python & (reading.lines == np.arange(len(tree))) & reading.iterated & ~trains
+    for node in reading.topmost(loader | (own & ~trains) | generator):
+        if not reading.behind[node]:
+            waits.setdefault(reading.place(int(tree.parent[node])), []).append(node)
+    for place, nodes in waits.items():
+        taken = int(sum(tree.inclusive[node] for node in nodes))
+        if reading.share(taken) >= max(LARGE, MATTERS) and place[0]:
+            yield _finding(reading, place, nodes, taken)
+
+
+def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Finding:
+    tree, inside = reading.tree, np.zeros(len(reading.tree), bool)
+    for node in nodes:
+        inside |= reading.below(node)
+    queued = np.array([bool(_WORKERS.search(name)) for name in tree.names])[tree.name]
+    waited = int(tree.inclusive[reading.topmost(inside & queued)].sum())
+    lines: dict[Place, int] = {}
+    for each in np.flatnonzero(inside).tolist():
+        if reading.place(each) != place:
+            lines[reading.place(each)] = lines.get(reading.place(each), 0) + int(tree.own[each])
+    slowest = max(lines, key=lambda line: lines[line], default=None)
+    where = ""
+    if slowest is not None and slowest[0]:
+        where = f"; {milliseconds(lines[slowest])} of it at {slowest[0].rsplit('/', 1)[-1]}:{slowest[1]}"
+    if waited > 0.5 * taken:
+        how = "More workers, a larger prefetch_factor, or cheaper samples: the workers there are do not keep up."
+    else:
+        how = "Load in workers (num_workers, persistent_workers), or make whole batches at once, or prepare them ahead."
+    return reading.finding(
+        "steps wait for their batch",
+        place,
+        f"{reading.share(taken):.0%} of the time passes until the next batch is there ({milliseconds(taken)}){where}.",
+        how,
+        (0.87 * taken, 1.06 * taken),
+        nodes,
+    )

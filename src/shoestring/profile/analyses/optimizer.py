@@ -1,0 +1,117 @@
+"""Unfused optimizer: parameters are updated one by one, with several small operators for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoestring.profile.analyses import costs
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest, milliseconds, named
+from shoestring.profile.findings import Finding
+
+UPDATES = named("add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ sign_ clamp_ fill_")
+_COUNTED = {"SGD": "add", "RMSprop": "addcdiv", "Adagrad": "addcdiv"}
+"""The operator that each optimizer calls once for each parameter; `addcdiv_` for the others."""
+FOREACH = 0.6
+"""Of what a step of SGD takes for a parameter with foreach, the part of its one operator."""
+FEWEST = 6
+"""Parameters that a step updates, from which on it matters that it updates each by itself."""
+MANY = 6
+"""Calls of one line a step, from which on it is a loop over parameters."""
+
+
+def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
+    """Steps of optimizers that are neither fused nor `foreach`, and updates that a loop of the program makes."""
+    known = [node for node in reading.spans if costs.known(f"{_class(reading, node)} single")]
+    for node in known:
+        yield from _step(reading, node)
+    if reading.behind.any():  # something is trained
+        yield from _loops(reading, known)
+
+
+def _class(reading: Reading, node: int) -> str:
+    """The optimizer's, of the span of its step."""
+    return reading.names(node).partition("#")[2].partition(".")[0]
+
+
+def _step(reading: Reading, node: int) -> Iterator[Finding]:
+    tree, inside = reading.tree, reading.below(node)
+    name = _class(reading, node)
+    counts: dict[str, int] = {}
+    for call in reading.calls:
+        if inside[call.node]:
+            counts[call.name] = counts.get(call.name, 0) + call.count
+    if any("_foreach_" in called or "_fused_" in called for called in counts) or not tree.count[node]:
+        return
+    steps, taken = int(tree.count[node]), int(tree.inclusive[node])
+    kind = "SGD momentum" if name == "SGD" and "aten::mul_" in counts else name
+    updates = max(counts.get(f"aten::{_COUNTED.get(name, 'addcdiv')}_", 0), 0)
+    if name == "SGD" and "aten::mul_" in counts:
+        updates = counts["aten::mul_"]
+    parameters = updates / steps
+    if parameters < FEWEST:
+        return
+    way = "fused" if costs.known(f"{kind} fused") else "foreach"
+    updated = [call for call in reading.calls if inside[call.node] and call.name in UPDATES]
+    elements, slower = costs.elements_of(
+        [(f"{kind} single", parameters)], taken / steps, _mean_elements(reading, updated)
+    )
+    after = slower * parameters * costs.nanoseconds(f"{kind} {way}", "forward", elements)
+    gain = taken - after * steps
+    if reading.share(0.87 * gain) < MATTERS:
+        return
+    yield reading.finding(
+        "the optimizer updates each parameter by itself",
+        reading.place(node),
+        f"{steps} steps of {name} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
+        f" {sum(counts.values()) / steps:.0f} operators a step for about {parameters:.0f} parameters.",
+        f"Pass {way}=True to {name}, which updates all parameters in one call.",
+        (0.87 * gain, min(1.1 * gain, taken)),
+        [node],
+    )
+
+
+def _mean_elements(reading: Reading, calls: list[OperatorCall]) -> float:
+    """Elements of a tensor that these calls update, on average; 0 is not known."""
+    tensors = sum(call.count * sum(tensor.elements > 1 for tensor in (*call.given, *call.made)) for call in calls)
+    return float(sum(reading.tree.bytes[call.node] for call in calls)) / 4 / max(tensors, 1)
+
+
+def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
+    inside = set()
+    for node in known:
+        inside |= set(reading.below(node).nonzero()[0].tolist())
+    functions: dict[tuple[int, int], list[OperatorCall]] = {}
+    for call in reading.calls:
+        often = call.count >= MANY * reading.steps
+        if call.node not in inside and call.place[0] and call.direct and often and not call.graphed:
+            functions.setdefault(call.frame, []).append(call)
+    for calls in functions.values():
+        updates = [call for call in calls if call.name in UPDATES and not call.dense]
+        if updates and not any(call.name in ("aten::item", "aten::select") for call in calls):
+            yield from _loop(reading, [call for call in calls if not call.dense], updates)
+
+
+def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCall]) -> Iterator[Finding]:
+    parameters = min(call.count for call in updates)
+    taken = sum(call.forward for call in calls)
+    python = reading.python_of({call.place for call in calls}, sum(call.count for call in calls))
+    computing = [call for call in calls if call.name not in ("aten::detach", "aten::alias", "aten::set_data")]
+    counted = [(call.name.removesuffix("_"), call.count / parameters) for call in computing]
+    elements, slower = costs.elements_of(counted, taken / parameters, _mean_elements(reading, updates))
+    each = FOREACH * slower * costs.nanoseconds("SGD foreach", "forward", elements)
+    after = parameters * each * len(computing)
+    if any("sqrt" in call.name for call in calls):
+        after = parameters * slower * costs.nanoseconds("Adam fused", "forward", elements)
+    gain = taken + python - after
+    if reading.share(0.87 * gain) < MATTERS:
+        return
+    names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in computing))
+    yield reading.finding(
+        "a loop updates tensors one by one",
+        costliest(updates).place,
+        f"{names} run for {parameters / reading.steps:.0f} tensors a step and take {milliseconds(taken)}, besides what"
+        " Python takes between them.",
+        "Update all tensors in one call: a fused optimizer of torch.optim, or torch._foreach_ operators.",
+        (0.87 * gain, 1.12 * gain),
+        [call.node for call in calls],
+    )

@@ -1,0 +1,102 @@
+"""Retracing, recompilation and graph breaks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind
+
+_REGION = re.compile(r"^Torch-Compiled Region: (\d+)/(\d+)")
+LARGE = 0.1
+"""Share of the time that compiled code takes, from which on it is worth a change that it breaks into parts."""
+_LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
+
+
+def retracings(reading: Reading) -> Iterator[Finding]:
+    """Calls that trace or compile again and again, and lines that break compiled code in two."""
+    yield from _compiled_again(reading)
+    yield from _graph_breaks(reading)
+
+
+def _compiled_again(reading: Reading) -> Iterator[Finding]:
+    tree = reading.tree
+    tops: dict[Place, list[int]] = {}
+    for node in reading.topmost(reading.traced & ~reading.behind):
+        tops.setdefault(reading.place(node), []).append(node)
+    for place, nodes in tops.items():
+        taken = int(tree.inclusive[nodes].sum())
+        times = _times(reading, nodes, place)
+        if not place[0] or times < 3:
+            continue
+        at_place = np.array([reading.place(node) == place for node in range(len(tree))])
+        looked = 0.7 * tree.inclusive[reading.matching(_LOOKUP) & at_place].sum()
+        gain = (taken + looked) * (1 - 1 / times)
+        if reading.share(0.87 * gain) < MATTERS:
+            continue
+        yield reading.finding(
+            "the same code is traced or compiled again and again",
+            place,
+            f"{times} times, which takes {milliseconds(taken)}, {reading.share(taken):.0%} of the time"
+            f"{_reason(reading)}.",
+            "Compile once, outside of the loop; keep shapes, types and Python values that the code depends on fixed"
+            " (pad, or mark them dynamic).",
+            (0.87 * gain, 1.08 * gain),
+            nodes,
+        )
+
+
+def _times(reading: Reading, nodes: list[int], place: Place) -> int:
+    """How often what is at these nodes was compiled, at least."""
+    tree = reading.tree
+    inside = np.zeros(len(tree), bool)
+    for node in nodes:
+        inside |= reading.below(node)
+    counts = tree.count[inside & (tree.kind == NodeKind.OPERATOR) & (tree.count > 0)]
+    times = int(np.quantile(counts, 0.1)) if len(counts) else 0
+    for name in tree.names:
+        if found := _REGION.search(name):
+            times = max(times, int(found[2]) + 1)
+    regions = reading.matching(_REGION) & (tree.kind == NodeKind.OPERATOR)
+    called = int(tree.count[reading.topmost(regions)].sum())
+    usual = int(np.median(counts)) if len(counts) else 0
+    if usual >= 0.5 * called > 1:  # as good as every call compiles
+        times = max(times, min(usual, called))
+    waits = [events.count for name, events in reading.profile.facts.waits.items() if name.startswith("re")]
+    return max(times, sum(waits))
+
+
+def _reason(reading: Reading) -> str:
+    """Why the first code that was compiled again was, as torch.compile says."""
+    for name, events in reading.profile.facts.waits.items():
+        kind, _, reason = name.partition(": ")
+        if kind in ("recompile", "retrace") and reason:
+            return f"; {events.count} times because of {reason}"
+    return ""
+
+
+def _graph_breaks(reading: Reading) -> Iterator[Finding]:
+    tree = reading.tree
+    broken: dict[Place, list[int]] = {}
+    for node in np.flatnonzero(tree.kind == NodeKind.PYTHON).tolist():
+        file, _, function = reading.names(node).partition("\t")
+        if found := _RESUMED.search(function):
+            broken.setdefault((file, int(found[2])), []).append(node)
+    compiled = tree.inclusive[reading.topmost(reading.matching(_REGION))].sum()
+    for place, nodes in broken.items():
+        taken = int(tree.inclusive[nodes].sum())
+        if reading.share(max(taken, compiled)) >= LARGE:
+            yield reading.finding(
+                "compiled code breaks into parts at this line",
+                place,
+                f"What follows this line runs as a function of its own; compiled code takes {milliseconds(compiled)}.",
+                "Move what torch.compile cannot trace (printing, item(), calls into other libraries) out of the"
+                " function; TORCH_LOGS=graph_breaks tells why.",
+                None,
+                nodes,
+            )

@@ -1,0 +1,262 @@
+"""Analyses find what was planted in small trees, on the line that does it, and nothing where it was not planted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoestring.profile.analyses import ANALYSES, costs, find
+from shoestring.profile.analyses.reading import Reading
+from shoestring.profile.recording import Events, Facts, Profile
+from shoestring.profile.tree import ENGINE, NodeKind, TreeBuilder
+
+FILE = "/home/me/train.py"
+TORCH = "/opt/lib/python3.11/site-packages/torch"
+MILLISECOND = 1_000_000
+BIG = "float32[512,256] -> float32[512,256]"
+
+
+class Program:
+    """A tree of a training loop, written line by line; times are in milliseconds of all calls."""
+
+    def __init__(self, steps=100):
+        self.builder, self.steps = TreeBuilder(), steps
+        self.sources, self.facts = {}, Facts()
+        self.module = self.builder.node(0, NodeKind.PYTHON, f"{FILE}\t<module>", 90)
+
+    def line(self, number, function="train", above=None, python=0.0):
+        node = self.builder.node(
+            self.module if above is None else above, NodeKind.PYTHON, f"{FILE}\t{function}", number
+        )
+        self.builder.add(node, own=round(python * MILLISECOND))
+        return node
+
+    def library(self, above, file, function, python=0.0):
+        node = self.builder.node(above, NodeKind.PYTHON, f"{TORCH}/{file}\t{function}", 7)
+        self.builder.add(node, own=round(python * MILLISECOND))
+        return node
+
+    def call(self, above, name, forward, backward=0.0, count=0, kind=NodeKind.OPERATOR, **columns):
+        count = count or self.steps
+        node = self.builder.node(above, kind, name if kind == NodeKind.SPAN else f"aten::{name}")
+        own = round(forward * MILLISECOND)
+        self.builder.add(node, count=count, own=own, least=own // count, **columns)
+        if backward:
+            engine = self.builder.node(self.line(99), NodeKind.OPERATOR, f"{ENGINE}{name}Backward0")
+            link = self.builder.node(engine, NodeKind.LINK, "", 0, node)
+            function = self.builder.node(link, NodeKind.BACKWARD, f"{name}Backward0")
+            self.builder.add(function, count=count, own=round(backward * MILLISECOND))
+        return node
+
+    def model(self, milliseconds=50.0):
+        """What a model usually does: products on lines of their own."""
+        for number in (10, 11, 12):
+            self.call(self.line(number, "forward"), "linear", milliseconds / 9, 2 * milliseconds / 9, flops=10**9)
+        return self
+
+    def profile(self):
+        return Profile(self.builder.build(), self.facts, self.sources)
+
+    def found(self, analysis):
+        return list(ANALYSES[analysis](Reading(self.profile())))
+
+
+def only(findings, line):
+    assert [finding.file for finding in findings] == [FILE]
+    assert findings[0].line == line
+    assert findings[0].evidence.endswith(".")
+    assert findings[0].advice.endswith(".")
+    return findings[0]
+
+
+def test_a_model_of_products_has_no_findings():
+    assert find(Program().model().profile()) == []
+
+
+def test_a_line_that_sorts_most_of_the_time_is_a_hotspot_and_one_that_multiplies_matrices_is_none():
+    program = Program().model(40)
+    program.call(program.line(20), "sort", 70)
+    assert "64%" in only(program.found("hotspot"), 20).evidence
+    dense = Program().model(40)
+    dense.call(dense.line(20), "matmul", 70, flops=10**12)
+    assert dense.found("hotspot") == []
+
+
+def test_a_loop_in_python_is_a_hotspot():
+    program = Program().model(20)
+    program.line(20, "slow", python=18)
+    program.line(21, "slow", python=20)
+    only(program.found("hotspot"), 21)
+
+
+def gelu(program):
+    for number, names in ((20, ("mul", "mul", "add", "mul")), (21, ("tanh", "add", "mul", "mul"))):
+        for name in names:
+            program.call(program.line(number, "gelu"), name, 11 if name == "tanh" else 2, 2, inputs=BIG, variants=1)
+
+
+def test_a_written_out_gelu_is_fusible_and_the_gain_is_less_than_it_takes():
+    program = Program().model()
+    gelu(program)
+    finding = only(program.found("fusible"), 21)
+    assert "F.gelu" in finding.advice
+    assert finding.gain is not None
+    least, most = finding.gain
+    assert 0.05 < least < most < 41 / 91
+    assert most / least < 1.3
+
+
+def test_a_fused_gelu_and_a_few_operators_that_no_operator_replaces_are_not_fusible():
+    program = Program().model()
+    program.call(program.line(20, "gelu"), "gelu", 12, 14, inputs=BIG, variants=1)
+    for name in ("mul", "add", "sin"):
+        program.call(program.line(30, "wave"), name, 10, 2, inputs=BIG, variants=1)
+    assert program.found("fusible") == []
+
+
+@pytest.mark.parametrize("calls", [("mul_", "add_", "sqrt", "addcdiv_"), ("_foreach_add_", "_foreach_addcdiv_")])
+def test_an_optimizer_is_found_if_it_updates_each_parameter_by_itself(calls):
+    program = Program().model()
+    span = program.call(program.line(30), "Optimizer.step#Adam.step", 20, kind=NodeKind.SPAN)
+    each = 1 if "foreach" in calls[0] else 40
+    inner = program.library(span, "optim/adam.py", "_adam")
+    for name in calls:
+        program.call(inner, name, 4, count=each * program.steps, inputs="float32[64] -> float32[64]", variants=1)
+    found = program.found("optimizer")
+    if each == 1:
+        assert found == []
+    else:
+        finding = only(found, 30)
+        assert "fused=True" in finding.advice
+        assert "about 40 parameters" in finding.evidence
+
+
+def test_a_loop_of_ones_own_that_updates_parameters_is_an_unfused_optimizer():
+    program = Program().model()
+    program.call(program.line(99), "Optimizer.step#SGD.step", 1, kind=NodeKind.SPAN)
+    for name in ("mul_", "add_"):
+        count = 30 * program.steps
+        columns = {"inputs": "float32[64] -> float32[64]", "variants": 1, "bytes": 512 * count}
+        program.call(program.line(40, "average"), name, 10, count=count, **columns)
+    assert "_foreach_" in only(program.found("optimizer"), 40).advice
+
+
+def test_a_table_whose_gradient_is_dense_is_imbalanced_and_one_with_usual_gradients_is_not():
+    looked_up = "float32[100000,32], int64[512] -> float32[512,32]"
+    program = Program().model()
+    program.call(program.line(20), "embedding", 1, 60, inputs=looked_up, variants=1)
+    finding = only(program.found("imbalance"), 20)
+    assert "sparse=True" in finding.advice
+    usual = Program().model()
+    usual.call(usual.line(20), "embedding", 2, 9, inputs=looked_up, variants=1)
+    assert usual.found("imbalance") == []
+
+
+@pytest.mark.parametrize(("count", "found"), [(20_000, True), (100, False)])
+def test_values_taken_one_at_a_time_are_a_synchronization_and_one_a_step_is_none(count, found):
+    program = Program().model()
+    program.call(program.line(98), "Optimizer.step#SGD.step", 1, kind=NodeKind.SPAN)
+    for name in ("select", "item"):
+        program.call(program.line(25), name, count / 1000, count=count)
+    findings = program.found("synchronization")
+    assert len(findings) == found
+    if found:
+        assert "200 a step" in only(findings, 25).evidence
+
+
+def test_a_library_that_takes_values_is_not_the_programs_synchronization():
+    program = Program().model()
+    inner = program.library(program.line(25), "nn/utils/clip_grad.py", "clip_grad_norm_")
+    program.call(inner, "item", 20, count=20_000)
+    assert program.found("synchronization") == []
+
+
+def test_waiting_for_a_loader_is_found_on_the_line_of_the_loop():
+    program = Program().model()
+    loader = program.library(program.line(15), "utils/data/dataloader.py", "_BaseDataLoaderIter.__next__")
+    program.line(71, "Texts.__getitem__", above=loader, python=30)
+    finding = only(program.found("loading"), 15)
+    assert "train.py:71" in finding.evidence
+    assert finding.gain is not None
+    least, most = finding.gain
+    assert least < 30 / 80 < most
+
+
+def test_waiting_for_a_generator_of_ones_own_is_found_where_the_text_is_a_loop():
+    program = Program().model()
+    program.sources = {FILE: "\n" * 14 + "    for batch in read(store):\n"}
+    program.line(80, "read", above=program.line(15), python=30)
+    only(program.found("loading"), 15)
+    program.sources = {FILE: "\n" * 14 + "    y = read(store)\n"}
+    assert program.found("loading") == []
+
+
+def converted(*pairs):
+    program = Program().model()
+    for number, (before, after) in enumerate(pairs, 20):
+        conversion = program.call(
+            program.line(number), "to", 0.1, inputs=f"{before}[64,64] -> {after}[64,64]", variants=1
+        )
+        program.call(conversion, "_to_copy", 8)
+    return program
+
+
+def test_a_conversion_that_another_takes_back_is_found_and_one_alone_is_not():
+    only(converted(("float32", "bfloat16"), ("bfloat16", "float32")).found("layout"), 20)
+    assert converted(("float32", "bfloat16"), ("int64", "float32")).found("layout") == []
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_tracing_again_and_again_is_found_and_tracing_once_is_not(times):
+    program = Program().model()
+    inner = program.library(program.line(33), "jit/_trace.py", "trace", python=40)
+    program.call(inner, "add", 1, count=times)
+    findings = program.found("retracing")
+    assert len(findings) == (times > 1)
+    if findings:
+        assert "20 times" in only(findings, 33).evidence
+
+
+def test_a_recompilation_says_why():
+    program = Program().model()
+    inner = program.library(program.line(33), "_dynamo/convert_frame.py", "_compile", python=40)
+    program.call(inner, "add", 1, count=1)
+    program.facts = Facts(waits={"recompile: size of x changed": Events(5, 0.04, 0.01, f"{FILE}:33")})
+    assert "size of x changed" in only(program.found("retracing"), 33).evidence
+
+
+def test_a_graph_break_is_on_the_line_that_breaks():
+    program = Program().model()
+    region = program.builder.node(program.line(33), NodeKind.OPERATOR, "Torch-Compiled Region: 0/0")
+    program.builder.add(region, count=100, own=20 * MILLISECOND)
+    program.line(52, "torch_dynamo_resume_in_forward_at_51", above=region, python=1)
+    assert only(program.found("retracing"), 51).gain is None
+
+
+def test_many_small_collectives_are_exposed_communication():
+    program = Program().model()
+    inner = program.library(program.line(44), "distributed/distributed_c10d.py", "all_reduce")
+    node = program.builder.node(inner, NodeKind.OPERATOR, "c10d::allreduce_")
+    program.builder.add(node, count=50 * program.steps, own=30 * MILLISECOND)
+    assert "buckets" in only(program.found("communication"), 44).advice
+
+
+def test_findings_come_with_the_largest_gain_first():
+    program = converted(("float32", "bfloat16"), ("bfloat16", "float32"))
+    loader = program.library(program.line(15), "utils/data/dataloader.py", "_BaseDataLoaderIter.__next__")
+    program.line(71, "Texts.__getitem__", above=loader, python=60)
+    gains = [finding.gain[0] for finding in find(program.profile()) if finding.gain]
+    assert len(gains) == 2
+    assert gains == sorted(gains, reverse=True)
+
+
+@given(
+    elements=st.floats(300, 1e7),
+    calls=st.lists(
+        st.tuples(st.sampled_from(["aten::mul", "aten::tanh", "aten::unheard_of"]), st.integers(1, 5)), min_size=1
+    ),
+)
+def test_the_elements_that_a_time_stands_for_are_found(elements, calls):
+    measured = costs.total(calls, "forward", elements)
+    found, slower = costs.elements_of(calls, measured)
+    assert slower == 1
+    assert costs.total(calls, "forward", found) == pytest.approx(measured, rel=1e-3)
