@@ -20,6 +20,10 @@ from benchmarks.harness import Bar, Measured, paired, stored
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 6
+FIRST = (
+    "analyses were mended after their first, blind test, in which 23 of 35 faults were found line first, and 32 of 55"
+    " clean programs and twins had a finding (18 without hotspots)"
+)
 
 
 @dataclass(frozen=True)
@@ -125,25 +129,27 @@ class Trial:
 
     def __init__(self, folder: Path, check: Callable[[], None]) -> None:
         self.folder, self.check = folder, check
-        self.found: list[Judged] = []
 
-    def judged(self) -> list[Judged]:
-        """All of torch's programs; those of JAX have a collector of their own."""
+    def judged(self, gains: bool = False) -> list[Judged]:
+        """All of torch's programs, those of JAX have a collector of their own; with what the fixes gain, if wanted."""
         from benchmarks.profile import planted, planted_by_author
+        from shoestring import native
 
-        if self.found:
-            return self.found
+        native.load("callpaths")  # without it, single steps would be profiled by torch.profiler and judged as ours
         kinds = (("blind", [*planted.PLANTED, *planted.CLEAN]), ("author", planted_by_author.PLANTED))
+        found = []
         for kind, programs in kinds:
             for program in programs:
-                if program.framework == "torch":
-                    path = self.folder / "findings" / kind / f"{program.name}.json"
-                    record = stored(path, self.check, partial(judge, program))
-                    if record["analysis"]:
-                        path = self.folder / "gains" / kind / f"{program.name}.json"
-                        record |= stored(path, self.check, partial(gain_of, program))
-                    self.found.append(_judged(program.name, kind == "blind", record))
-        return self.found
+                if program.framework != "torch":
+                    continue
+                record = self._stored("findings", kind, program.name, partial(judge, program))
+                if record["analysis"] and gains:
+                    record |= self._stored("gains", kind, program.name, partial(gain_of, program))
+                found.append(_judged(program.name, kind == "blind", record))
+        return found
+
+    def _stored(self, what: str, kind: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return stored(self.folder / what / kind / f"{name}.json", self.check, make)
 
 
 def _judged(name: str, blind: bool, record: dict[str, Any]) -> Judged:
@@ -199,15 +205,17 @@ def width(judged: Sequence[Judged]) -> Measured:
 def _note(judged: Sequence[Judged], verb: str, names: Iterable[str]) -> str:
     blind = sum(each.blind for each in judged)
     listed = ", ".join(names) or "none"
-    return f"{len(judged)} programs, {blind} of them by somebody who had not seen the analyses; {verb}: {listed}"
+    return (
+        f"{len(judged)} programs, {blind} of them by somebody who had not seen the analyses; {verb}: {listed}; {FIRST}"
+    )
 
 
 def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
     """The bars of the analyses; what is measured of each program is stored in the folder."""
     trial = Trial(folder, check)
 
-    def measure(what: Callable[[Sequence[Judged]], Measured]) -> Callable[..., Measured]:
-        return lambda deadline: what(trial.judged())
+    def measure(what: Callable[[Sequence[Judged]], Measured], gains: bool = False) -> Callable[..., Measured]:
+        return lambda deadline: what(trial.judged(gains))
 
     return [
         Bar("profile.findings-recall", "Planted faults found, the fault's line first", ">=", 0.95, measure(recall)),
@@ -217,7 +225,7 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
         ),
         Bar(
             *("profile.findings-coverage", "Predicted intervals that have the measured gain of the fix in them"),
-            *(">=", 0.80, measure(coverage)),
+            *(">=", 0.80, measure(coverage, gains=True)),
         ),
         Bar(
             *(
