@@ -36,9 +36,11 @@ StackFrames
 3 {file_location_id=3 parent_frame_id=3}
 
 
-%fused_computation (param_0: f32[8]) -> f32[8] {
+%fused_computation (param_0: f32[8], param_1: f32[8]) -> f32[8] {
   %param_0 = f32[8]{0} parameter(0)
-  ROOT %tanh.1 = f32[8]{0} tanh(%param_0), metadata={op_name="jit(step)/jvp()/tanh" stack_frame_id=3}
+  %param_1 = f32[8]{0} parameter(1)
+  %back.1 = f32[8]{0} negate(%param_1), metadata={op_name="jit(step)/transpose(jvp())/conv" stack_frame_id=3}
+  ROOT %tanh.1 = f32[8]{0} tanh(%param_0), metadata={op_name="jit(step)/jvp()/tanh" stack_frame_id=2}
 }
 
 ENTRY %main.9 (x.1: f32[8]) -> f32[8] {
@@ -46,8 +48,9 @@ ENTRY %main.9 (x.1: f32[8]) -> f32[8] {
   %dot.2 = f32[8]{0} dot(%x.1, %x.1), metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=3}
   %sub.3 = f32[8]{0} subtract(%x.1, %dot.2), metadata={op_name="jit(step)/sub" stack_frame_id=2}
   %elsewhere = f32[8]{0} add(%x.1, %sub.3), metadata={op_name="jit(step)/jit(other)/add" stack_frame_id=1}
-  %copy.4 = f32[8]{0} copy(%sub.3)
-  ROOT %wrapped_tanh = f32[8]{0} fusion(%copy.4), kind=kLoop, calls=%fused_computation
+  %convolution.4 = f32[8]{0} convolution(%x.1, %x.1), dim_labels=b01f_01io->b01f
+  %copy.5 = f32[8]{0} copy(%convolution.4)
+  ROOT %wrapped_tanh = f32[8]{0} fusion(%sub.3, %copy.5), kind=kLoop, calls=%fused_computation
 }
 """
 
@@ -56,8 +59,7 @@ def test_a_module_tells_the_lines_of_its_instructions_from_the_jitted_function_o
     program = parse_program(MODULE)
     assert program.name == "jit_step"
     fused, product = program.operations["wrapped_tanh"], program.operations["dot.2"]
-    assert fused.frames == product.frames
-    assert fused.frames[fused.inside :] == (
+    assert product.frames[product.inside :] == (
         ("/home/me/train.py\tbuild.<locals>.step", 20),
         ("/home/me/model.py\tloss", 7),
     )
@@ -66,7 +68,16 @@ def test_a_module_tells_the_lines_of_its_instructions_from_the_jitted_function_o
     subtraction = program.operations["sub.3"]
     assert (subtraction.name, len(subtraction.frames), subtraction.inside) == ("sub", 2, 1)
     assert program.operations["elsewhere"].inside == -1, "step is not among the frames of who traced this first"
-    assert (program.operations["copy.4"].name, program.operations["copy.4"].frames) == ("copy", ())
+    assert fused.frames == subtraction.frames
+
+
+def test_what_xla_adds_has_the_lines_of_what_uses_it():
+    program = parse_program(MODULE)
+    product, convolution, copy = (program.operations[name] for name in ("dot.2", "convolution.4", "copy.5"))
+    assert convolution.frames == copy.frames == product.frames
+    assert (convolution.name, convolution.backward) == ("convolution", True)
+    assert copy.name == "copy"
+    assert parse_program("HloModule empty\n").operations == {}
 
 
 def executed(run, start, module="jit_f"):
@@ -78,9 +89,11 @@ def test_runs_are_matched_to_the_calls_that_started_them_though_some_were_called
     before = [executed(98, 1.0), executed(99, 12.0), executed(49, 2.0, "jit_g_h_")]
     runs = [executed(100 + n, 10.0 * n + 14, "jit_f" if n % 3 else "jit_g_h_") for n in range(7)]  # two come later
     window = Window([*before, *runs], calls)
-    sites = window.sites()
+    usual = {}
+    sites = window.sites(usual)
     assert {each.run: sites[each.program, each.run] for each in runs} == {100 + n: n for n in range(7)}
-    assert set(Window(runs, []).sites().values()) == {-1}
+    assert set(Window(runs, []).sites({}).values()) == {-1}
+    assert set(Window(runs[1:2], []).sites(usual).values()) == {5}, "as it was called last"
 
 
 PROGRAM = """
@@ -215,6 +228,28 @@ def test_compilations_are_counted_where_they_happen(program):
     assert traced.count == 5
     assert traced.where.startswith(__file__)
     assert result.profile.facts.versions["jax"] == jax.__version__
+
+
+@pytest.mark.slow
+def test_a_program_may_use_the_profiler_of_jax_itself(program, tmp_path):
+    import jax
+
+    with profiled() as result:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 1:
+            program[1]["run"](10)
+        for name in ("one", "two"):
+            with jax.profiler.trace(str(tmp_path / name)):
+                program[1]["run"](10)
+        while time.perf_counter() - began < 3:
+            program[1]["run"](10)
+    for name in ("one", "two"):
+        (trace,) = (tmp_path / name).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+        assert any(
+            event.name.startswith("PjitFunction") for plane in planes for line in plane.lines for event in line.events
+        )
+    assert compiled(result.profile.tree)
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ PROGRAMS = [
     Clean("evaluation", evaluation, 1500),
     Clean("message-passing", message_passing, 1500),
     Clean("beam-search", beam_search, 500),
-    Clean("jitted-network", jitted_network, 200, "jax"),
-    Clean("scanned-recurrence", scanned_recurrence, 100, "jax"),
-    Clean("vectorized-ensemble", vectorized_ensemble, 30, "jax"),
+    Clean("jitted-network", jitted_network, 1200, "jax"),
+    Clean("scanned-recurrence", scanned_recurrence, 250, "jax"),
+    Clean("vectorized-ensemble", vectorized_ensemble, 120, "jax"),
 ]

@@ -7,10 +7,13 @@ each operation of each line, however long the run. A window costs what `jax.prof
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +37,8 @@ LONGEST_PAUSE = 10.0
 
 COST = 0.2
 """What a window adds to a program's time, as a part of the window's, taken high: what a budget is divided by."""
+
+_COMPILES = re.compile(r"/jax/_src/(pjit|stages|compiler|compilation_cache)\.py\t|/jax/_src/interpreters/")
 
 Key = tuple[int, Operation, bool]
 """Number of the call's place, what was done, and whether on an accelerator."""
@@ -64,10 +69,11 @@ class JaxCollector(threading.Thread):
         super().__init__(name="shoestring-profile-jax", daemon=True)
         share = min(share, 1.0 if budget is None else budget / COST)
         self.gap = 1 / share - 1  # seconds without a window for each second of one
-        self.ending = threading.Event()
+        self.ending, self.hurry = threading.Event(), threading.Event()
         self.sites, self.programs = CallSites(), Programs()
         self.compilations: Compilations | None = None
         self.totals: dict[Key, Numbers] = defaultdict(Numbers)
+        self.usual: dict[str, int] = {}
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
         self.failure = ""
 
@@ -78,11 +84,16 @@ class JaxCollector(threading.Thread):
             if self.ending.wait(0.05):
                 return
         self._listen()
+        import jax
+
         self.first = self.last = time.perf_counter()
         length = WINDOW
         try:
             while not self.ending.is_set():
-                seen = self._take_window(length)
+                try:
+                    seen = self._take_window(length)
+                except jax.errors.JaxRuntimeError:  # the program's own profiler came in between
+                    seen = False
                 length = WINDOW if seen else min(2 * length, LONGEST_WINDOW)
                 pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE) if seen else 0.01
                 self.ending.wait(max(pause, self.gap * length))
@@ -93,6 +104,7 @@ class JaxCollector(threading.Thread):
     def finish(self) -> None:
         """End; the window that is open counts."""
         self.ending.set()
+        self.hurry.set()
         self.join()
         if self.compilations is not None:
             self.compilations.stop()
@@ -112,10 +124,10 @@ class JaxCollector(threading.Thread):
             return False
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        with self.sites.recorded():
-            session = profiler._profiler.ProfilerSession(options)  # pyright: ignore[reportPrivateImportUsage]
+        with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:  # pyright: ignore[reportPrivateImportUsage]
+            session = new_session(options)
             began = time.perf_counter()
-            self.ending.wait(seconds)
+            self.hurry.wait(seconds)
             ended = time.perf_counter()
             data = jax.profiler.ProfileData.from_serialized_xspace(session.stop())
         window = read_window(data.planes)
@@ -132,8 +144,28 @@ class JaxCollector(threading.Thread):
         self.covered += ended - began
         return True
 
+    @contextmanager
+    def _giving_way(self, module: Any) -> Iterator[Any]:
+        """Within, a program that starts jax's profiler ends this window first: there can be only one at a time."""
+        original, closed = module.ProfilerSession, threading.Event()
+        self.hurry.clear()
+        if self.ending.is_set():
+            self.hurry.set()
+
+        def new_session(*arguments: Any) -> Any:
+            self.hurry.set()
+            closed.wait(10)
+            return original(*arguments)
+
+        module.ProfilerSession = new_session
+        try:
+            yield original
+        finally:
+            module.ProfilerSession = original
+            closed.set()
+
     def _add(self, window: Window) -> None:
-        sites = window.sites()
+        sites = window.sites(self.usual)
         took: dict[Key, float] = defaultdict(float)
         for each in window.executed:
             key = (sites.get((each.program, each.run), -1), self.programs.operation(each), each.device)
@@ -237,13 +269,17 @@ class _Fold:
         return node
 
     def discount_waiting(self) -> None:
-        """Take from the time that Python waited for results what compiled programs ran, which is there already."""
+        """Take from the time that Python waited for results what compiled programs ran, which is there already.
+
+        It waits in functions of jax that neither trace nor compile.
+        """
         names = list(self.builder.names)
-        waiting = {
-            number: numbers["own"]
-            for number, (row, numbers) in enumerate(zip(self.builder.rows, self.builder.numbers, strict=True))
-            if row[1] == NodeKind.PYTHON and numbers["own"] > 0 and "/jax/_src/" in names[row[2]]
-        }
+        compiles, waiting = [False], {}
+        for number, row in enumerate(self.builder.rows[1:], 1):
+            name = names[row[2]] if row[1] == NodeKind.PYTHON else ""
+            compiles.append(compiles[row[0]] or bool(_COMPILES.search(name)))
+            if "/jax/_src/" in name and not compiles[number] and self.builder.numbers[number]["own"] > 0:
+                waiting[number] = self.builder.numbers[number]["own"]
         part = min(1.0, self.total / max(sum(waiting.values()), 1.0))
         for number, own in waiting.items():
             self.builder.add(number, own=-round(own * part))

@@ -17,10 +17,13 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.<>\-]+) (?:\(.*)?(?:->.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"[\])}] ([a-z][\w\-]*)\(")
+_OPCODE = re.compile(r"[\])}] ([a-z][\w\-]*)\(([^()]*)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"(?:[^}]*?stack_frame_id=(\d+))?')
 _CALLS = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _JITTED = re.compile(r"\bp?jit\(([^()]*)\)")
+
+_FARTHEST = 64  # instructions that are looked at for one that says nothing
 
 Frames = tuple[tuple[str, int], ...]
 """From the outside in: file<TAB>function, and line."""
@@ -54,6 +57,73 @@ class _Raw:
     path: str
     frame: int
     calls: str
+    operands: list[str]
+    parameter: int
+    """Which one of its computation's, of a parameter; otherwise -1."""
+
+
+@dataclass
+class _Module:
+    """Instructions by name, with what uses them, in the computations that they are in."""
+
+    raw: dict[str, _Raw] = field(default_factory=dict)
+    members: dict[str, list[str]] = field(default_factory=dict)
+    users: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """Names of users, and as which operand."""
+
+    def add(self, line: str, computation: str) -> None:
+        found = _INSTRUCTION.match(line)
+        if found is None:
+            return
+        metadata, opcode, calls = _METADATA.search(line), _OPCODE.search(line), _CALLS.search(line)
+        kind, arguments = (opcode[1], opcode[2]) if opcode else ("", "")
+        operands = _OPERAND.findall(arguments)
+        self.raw[found[2]] = _Raw(
+            kind,
+            metadata[1] if metadata else "",
+            int(metadata[2] or 0) if metadata else 0,
+            calls[1] if calls else "",
+            operands,
+            int(arguments) if kind == "parameter" and arguments.isdigit() else -1,
+        )
+        self.members.setdefault(computation, []).append(found[2])
+        for position, operand in enumerate(operands):
+            self.users.setdefault(operand, []).append((found[2], position))
+
+    def origin(self, name: str) -> _Raw:
+        """The instruction that says where this one comes from: itself, or if it does not say, the nearest that does.
+
+        XLA's own instructions say nothing: what is inside of them counts, then what uses their result, which they
+        prepare, then what they were made of.
+        """
+        for nearer in (self._users_of, self._operands_of):
+            waiting, seen = [name], {name}
+            while waiting and len(seen) < _FARTHEST:
+                found = waiting.pop(0)
+                if self.raw[found].frame:
+                    return self.raw[found]
+                if inside := self._inside(found):
+                    return inside
+                new = [each for each in nearer(found) if each not in seen]
+                seen.update(new)
+                waiting += new
+        return self.raw[name]
+
+    def _inside(self, name: str) -> _Raw | None:
+        members = self.members.get(self.raw[name].calls, ()) if self.raw[name].opcode == "fusion" else ()
+        return next((self.raw[each] for each in reversed(members) if self.raw[each].frame), None)
+
+    def _users_of(self, name: str) -> list[str]:
+        """What uses a result; of fusions, what uses it in there."""
+        found = []
+        for user, position in self.users.get(name, ()):
+            members = self.members.get(self.raw[user].calls, ()) if self.raw[user].opcode == "fusion" else ()
+            within = [each for each in members if self.raw[each].parameter == position]
+            found += [*(inner for each in within for inner, _ in self.users.get(each, ())), user]
+        return found
+
+    def _operands_of(self, name: str) -> list[str]:
+        return [each for each in self.raw[name].operands if each in self.raw]
 
 
 def parse_program(text: str) -> CompiledProgram:
@@ -62,29 +132,15 @@ def parse_program(text: str) -> CompiledProgram:
     name = re.match(r"HloModule ([^\s,]+)", lines[0])
     program = CompiledProgram(name[1] if name else "")
     tables, start = _tables(lines)
-    computations: dict[str, str] = {}
-    raw: dict[str, _Raw] = {}
-    computation = ""
+    module, computation = _Module(), ""
     for line in lines[start:]:
-        if not line.startswith(" "):
-            found = _COMPUTATION.match(line)
-            computation = found[1] if found else computation
-            continue
-        found = _INSTRUCTION.match(line)
-        if found is None:
-            continue
-        metadata, opcode, calls = _METADATA.search(line), _OPCODE.search(line), _CALLS.search(line)
-        raw[found[2]] = _Raw(
-            opcode[1] if opcode else "",
-            metadata[1] if metadata else "",
-            int(metadata[2] or 0) if metadata else 0,
-            calls[1] if calls else "",
-        )
-        if found[1]:
-            computations[computation] = found[2]
+        if line.startswith(" "):
+            module.add(line, computation)
+        elif found := _COMPUTATION.match(line):
+            computation = found[1]
     frames = _frames(tables)
-    for instruction, each in raw.items():
-        program.operations[instruction] = _operation(_described(each, raw, computations), frames)
+    for instruction, own in module.raw.items():
+        program.operations[instruction] = _operation(own, module.origin(instruction), frames)
     return program
 
 
@@ -126,21 +182,12 @@ def _frames(tables: Mapping[str, Sequence[str]]) -> dict[int, Frames]:
     return stacks
 
 
-def _described(each: _Raw, raw: Mapping[str, _Raw], roots: Mapping[str, str]) -> _Raw:
-    """The instruction itself, or what it calls where it carries no line: a fusion's root."""
-    seen = 0
-    while not each.frame and each.calls in roots and seen < 8:
-        inner = raw[roots[each.calls]]
-        each = _Raw(each.opcode, inner.path or each.path, inner.frame, inner.calls)
-        seen += 1
-    return each
-
-
-def _operation(each: _Raw, stacks: Mapping[int, Frames]) -> Operation:
-    path = each.path.partition(";")[0]
+def _operation(own: _Raw, origin: _Raw, stacks: Mapping[int, Frames]) -> Operation:
+    path = (origin.path or own.path).partition(";")[0]
     name = path.rpartition("/")[2]
-    frames = stacks.get(each.frame, ())
-    name = each.opcode or "unknown" if not name or name.endswith((")", "]")) else name
+    if (origin is not own and own.opcode != "fusion") or not name or name.endswith((")", "]")):
+        name = own.opcode or "unknown"
+    frames = stacks.get(origin.frame, ())
     return Operation(name, frames, _boundary(frames, path), "transpose(" in path)
 
 

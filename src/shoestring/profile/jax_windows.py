@@ -53,11 +53,14 @@ class Window:
     executed: list[Executed] = field(default_factory=list)
     dispatched: list[Dispatch] = field(default_factory=list)
 
-    def sites(self) -> dict[tuple[int, int], int]:
+    def sites(self, usual: dict[str, int]) -> dict[tuple[int, int], int]:
         """The place that each run was called from, by its program and number; -1 is not known.
 
         Runs of one function are in the order of its calls, but those at first may have been called before the window.
         As few are taken to be such as let no run begin before its call; they get places as calls in the window have.
+
+        Args:
+            usual: places of functions that earlier windows saw called, where this one sees them run only.
         """
         first: dict[tuple[int, int], Executed] = {}
         for each in self.executed:
@@ -75,8 +78,9 @@ class Window:
             called = calls.get(module, [])
             earlier = _called_before([each.start for each in executed], [call.start for call in called])
             for number, each in enumerate(executed):
-                call = called[(number - earlier) % len(called)] if called else None
-                found[each.program, each.run] = call.site if call else -1
+                if called:
+                    usual[module] = called[(number - earlier) % len(called)].site
+                found[each.program, each.run] = usual.get(module, -1)
         return found
 
 
