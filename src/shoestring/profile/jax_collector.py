@@ -73,7 +73,7 @@ class JaxCollector(threading.Thread):
         self.sites, self.programs = CallSites(), Programs()
         self.compilations: Compilations | None = None
         self.totals: dict[Key, Numbers] = defaultdict(Numbers)
-        self.usual: dict[str, int] = {}
+        self.usual: dict[str, list[int]] = {}
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
         self.failure = ""
 
@@ -269,17 +269,25 @@ class _Fold:
         return node
 
     def discount_waiting(self) -> None:
-        """Take from the time that Python waited for results what compiled programs ran, which is there already.
+        """Take from the time that Python waited for compiled programs what they ran, which is there already.
 
-        It waits in functions of jax that neither trace nor compile.
+        It waits in functions of jax that neither trace nor compile, and then, where too many calls are under way, in
+        calls of jitted functions.
         """
         names = list(self.builder.names)
-        compiles, waiting = [False], {}
+        compiles, waiting = [False], []
         for number, row in enumerate(self.builder.rows[1:], 1):
             name = names[row[2]] if row[1] == NodeKind.PYTHON else ""
             compiles.append(compiles[row[0]] or bool(_COMPILES.search(name)))
-            if "/jax/_src/" in name and not compiles[number] and self.builder.numbers[number]["own"] > 0:
-                waiting[number] = self.builder.numbers[number]["own"]
-        part = min(1.0, self.total / max(sum(waiting.values()), 1.0))
-        for number, own in waiting.items():
-            self.builder.add(number, own=-round(own * part))
+            if "/jax/_src/" in name and not compiles[number]:
+                waiting.append(number)
+        left = self._discount(waiting, self.total)
+        self._discount([self._python(path) for path in dict.fromkeys(self.sites)], left)
+
+    def _discount(self, nodes: list[int], nanoseconds: float) -> float:
+        """Take time from these nodes, from each its part; returns what they had too little for."""
+        own = {node: self.builder.numbers[node]["own"] for node in nodes if self.builder.numbers[node]["own"] > 0}
+        part = min(1.0, nanoseconds / max(sum(own.values()), 1.0))
+        for node, had in own.items():
+            self.builder.add(node, own=-round(had * part))
+        return nanoseconds - part * sum(own.values())

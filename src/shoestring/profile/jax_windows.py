@@ -15,6 +15,8 @@ from shoestring.profile.jax_programs import CompiledProgram, Operation, parse_pr
 _EXECUTE = re.compile(r"LoadedExecutable::Execute(?:HelperOnSingleDevice|$)")
 _JITTED = re.compile(r"PjitFunction\((.*)\)$")
 
+_RECENT = 64  # calls of a function whose places are remembered
+
 MOST_PROGRAMS = 256
 """Compiled programs whose tables are kept; a program that compiles without end reads tables again."""
 
@@ -53,14 +55,14 @@ class Window:
     executed: list[Executed] = field(default_factory=list)
     dispatched: list[Dispatch] = field(default_factory=list)
 
-    def sites(self, usual: dict[str, int]) -> dict[tuple[int, int], int]:
+    def sites(self, usual: dict[str, list[int]]) -> dict[tuple[int, int], int]:
         """The place that each run was called from, by its program and number; -1 is not known.
 
         Runs of one function are in the order of its calls, but those at first may have been called before the window.
-        As few are taken to be such as let no run begin before its call; they get places as calls in the window have.
+        As few are taken to be such as let no run begin before its call; they are shared out as calls usually are.
 
         Args:
-            usual: places of functions that earlier windows saw called, where this one sees them run only.
+            usual: places of the last calls of each function; those of this window are added.
         """
         first: dict[tuple[int, int], Executed] = {}
         for each in self.executed:
@@ -77,10 +79,12 @@ class Window:
         for module, executed in runs.items():
             called = calls.get(module, [])
             earlier = _called_before([each.start for each in executed], [call.start for call in called])
+            recent = usual[module] = [*usual.get(module, ()), *(call.site for call in called)][-_RECENT:]
             for number, each in enumerate(executed):
-                if called:
-                    usual[module] = called[(number - earlier) % len(called)].site
-                found[each.program, each.run] = usual.get(module, -1)
+                if 0 <= number - earlier < len(called):
+                    found[each.program, each.run] = called[number - earlier].site
+                else:
+                    found[each.program, each.run] = recent[number % len(recent)] if recent else -1
         return found
 
 
