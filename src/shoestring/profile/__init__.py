@@ -129,9 +129,9 @@ def profiled(
     from shoestring.profile.jax_collector import JaxCollector
     from shoestring.profile.lines import sources_of
 
-    result, jax = ProfileResult(), JaxCollector(share, budget)
-    process = os.getpid()
+    result, process = ProfileResult(), os.getpid()
     collector = started(share, budget)
+    jax = JaxCollector(share, budget)
     jax.start()
     try:
         yield result
