@@ -31,7 +31,7 @@ from shoestring.storage.whole import write_atomic
 log = logging.getLogger("shoestring")
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=fast", "-Wall", "-Werror")
-SECONDS = 120.0
+SECONDS = 300.0
 """The longest that a compiler may take."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,12 +31,9 @@ _LINES = 10
 
 
 def watch(job: Job, settings: CallPaths) -> None:
-    """Record the steps that the settings name.
-
-    Raises:
-        CompileError: the collector cannot be compiled on a host.
-    """
-    job.world.agree(lambda: native.load("callpaths"))
+    """Record the steps that the settings name."""
+    with suppress(native.CompileError):  # recorded without it, then, which is said when the recording begins
+        native.load("callpaths")  # now, so that no step waits for the compiler
     window = _ProfiledSteps(job, settings)
     job.at(Phase.FORWARD, window.before_step)
     job.at(Phase.CAPTURE, window.after_step)
