@@ -118,22 +118,25 @@ class Storm:
 
 async def _weather(
     process: Process, wanted: list[Order], count: int, seed: int, most: Mapping[str, float] = {}
-) -> Outcome:
+) -> tuple[Outcome, dict[str, float]]:
     """A crowd and a flood; then waits until the server is at rest: a socket is closed a moment after its answer.
 
     Args:
         most: what it held at rest before; what still holds more after half a minute has leaked.
+
+    Returns:
+        What came of them, and what the server holds at rest, as it was last looked at.
     """
-    outcome = Outcome()
+    outcome, held = Outcome(), {}
     await asyncio.gather(crowd(process.address, wanted, outcome), flood(process.address, hostile(count, seed), outcome))
 
     async def quiet() -> bool:
-        held = await asyncio.to_thread(process.held)
+        held.update(await asyncio.to_thread(process.held))
         at_rest = held["connections"] <= 1 and held["slots_busy"] == held["queue_length"] == 0
         return at_rest and all(held[name] <= most[name] for name in GROWN if name in most)
 
     await settled(quiet)
-    return outcome
+    return outcome, held
 
 
 def storm(clients: int = CLIENTS, count: int = HOSTILE, check: Callable[[], None] = lambda: None) -> Storm:
@@ -142,11 +145,9 @@ def storm(clients: int = CLIENTS, count: int = HOSTILE, check: Callable[[], None
         path = save_small(Path(folder))
         wanted = orders(clients, TOKENS)
         with served(path) as process:
-            asyncio.run(_weather(process, orders(clients, TOKENS, seed=1), count // 10, seed=1))
-            before = process.held()
+            _, before = asyncio.run(_weather(process, orders(clients, TOKENS, seed=1), count // 10, seed=1))
             check()
-            outcome = asyncio.run(_weather(process, wanted, count, seed=0, most=before))
-            after = process.held()
+            outcome, after = asyncio.run(_weather(process, wanted, count, seed=0, most=before))
             alive = Path(f"/proc/{process.pid}").exists()
         check()
         built, tokenizer = load_model(path)
