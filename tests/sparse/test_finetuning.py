@@ -8,10 +8,10 @@ from test_training import Net, batch, leaving, squares, weights
 import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.models import slorb
+from shoestring.models.blocks import is_in_block
 from shoestring.models.loading import load_model
 from shoestring.optim import Clip
 from shoestring.sparse import AST, SRSTE, masks
-from shoestring.sparse.layers import is_in_block
 from shoestring.sparse.product import unpack
 from shoestring.testing import jobs
 

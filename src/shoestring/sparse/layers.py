@@ -10,14 +10,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoestring.models.blocks import is_transposed
+from shoestring.models.blocks import is_in_block, is_transposed, read_by_others
 
 _FEED_FORWARD = re.compile(
     r"mlp|ffn?|feed_?forward|(gate_?)?(up|gate|down)(_?proj)?|gate_up(_proj)?|w[123]|(c_)?fc[12]?|c_proj|lin(ear)?[12]"
     r"|intermediate|output|wi(_[01])?|wo|dense_h_to_4h|dense_4h_to_h|experts?|DenseReluDense"
 )
 _ATTENTION = re.compile(r".*(attn|attention).*", re.IGNORECASE)
-_OUTSIDE = re.compile(r"(lm_)?head|classifier|pooler|router|embed.*|score", re.IGNORECASE)
 
 
 @dataclass
@@ -42,13 +41,6 @@ class LinearLayers:
     def examples(self) -> str:
         names = [*self.sparse, *self.dense, *self.rest]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
-
-
-def is_in_block(name: str) -> bool:
-    """Whether a layer of this name belongs to a transformer's block, and does not route its tokens."""
-    parts = name.split(".")
-    numbered = any(part.isdecimal() for part in parts)  # in a list of blocks
-    return numbered and not any(_OUTSIDE.fullmatch(part) for part in parts)
 
 
 def is_feed_forward(name: str) -> bool:
@@ -76,7 +68,7 @@ def choose(
     """
     choice = LinearLayers()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    readers = _fused(model)
+    readers = read_by_others(model)
     for name, layer in model.named_modules():
         asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default(name)
         if isinstance(layer, nn.Linear):
@@ -93,18 +85,6 @@ def choose(
         else:
             choice.sparse[name] = layer
     return choice
-
-
-def _fused(model: nn.Module) -> dict[nn.Module, str]:
-    """Layers whose weights torch's own modules read without calling them."""
-    found: dict[nn.Module, str] = {}
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found[module.out_proj] = "nn.MultiheadAttention reads its weight itself"
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            for layer in (module.linear1, module.linear2):
-                found[layer] = "nn.TransformerEncoderLayer reads its weight itself"
-    return found
 
 
 def _why_dense(layer: nn.Linear, uses: int, reader: str, rows_too: bool) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.task import Batch, call_model
-from shoestring.models.blocks import repeated
-from shoestring.sparse.layers import choose, is_in_block
+from shoestring.models.blocks import is_in_block, repeated
+from shoestring.sparse.layers import choose
 from shoestring.sparse.masks import kept_energy, prune, row_mask
 
 Metric = Literal["magnitude", "wanda"]

@@ -290,7 +290,8 @@ class AST(Masked):
                 raise ConflictError(f"`{self.name}` copies the dense model, which `{other.name}` makes sparse too")
 
     def choose(self, job: Job) -> LinearLayers:
-        from shoestring.sparse.layers import choose, is_in_block
+        from shoestring.models.blocks import is_in_block
+        from shoestring.sparse.layers import choose
 
         return choose(job.module, self.layers, rows_too=False, default=is_in_block)
 
