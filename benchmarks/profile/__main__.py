@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import profile
 from benchmarks.harness import Bar, Deadline, main
-from benchmarks.profile import cost, findings, growth, jax_rows, truth
+from benchmarks.profile import cases, cost, findings, growth, jax_rows, truth
 from benchmarks.rows import RESULTS
 
 
@@ -32,6 +32,7 @@ def command(argv: Sequence[str]) -> int:
             *truth.rows(),
             *growth.rows(known.runs / "growth", deadline.check),
             *findings.rows(known.runs, deadline.check),
+            *cases.rows(known.runs / "cases", deadline.check),
             *jax_rows.rows(),
             *profile.gpu_rows(),
         ]

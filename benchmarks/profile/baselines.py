@@ -25,6 +25,9 @@ WIDTH = 64
 PARAMETERS = 32
 """Tensors that an optimizer updates; what is written is the time of one."""
 
+CHAIN = 8
+"""Operators of which each is given what the one before has made."""
+
 Operator = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -133,6 +136,24 @@ def _updates() -> dict[str, Callable[[list[Tensor]], Callable[[], object]]]:
     }
 
 
+def _recording(size: int) -> float:
+    """Seconds that an operator of a chain takes longer where it records for the backward pass and keeps its input."""
+    weight = torch.ones(WIDTH, requires_grad=True)
+    x = torch.rand(size // WIDTH, WIDTH)
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(CHAIN):
+            y = y * weight
+        return y
+
+    def without() -> Tensor:
+        with torch.no_grad():
+            return chain()
+
+    return max(_seconds(chain) - _seconds(without), 0.0) / CHAIN
+
+
 def _seconds(work: Callable[[], object], least: float = 0.002, rounds: int = 5) -> float:
     work()
     calls = 1
@@ -170,6 +191,7 @@ def measure() -> dict[str, dict[str, list[float]]]:
             backward.append(round(1e9 * max(taken - engine, 1e-6)))
         table[name] = {"forward": forward, **({"backward": backward} if backward else {})}
         print(name, table[name], flush=True)
+    table["recording"] = {"forward": [round(1e9 * _recording(size)) for size in SIZES]}
     for name, make in _updates().items():
         times = []
         for size in SIZES[:-1]:

@@ -1,12 +1,14 @@
 """Profiles: every nanosecond is somewhere once, on the line that took it, and a file gives back what was saved."""
 
 import json
+import logging
 import shutil
 import sys
 import sysconfig
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from shoestring.cli import main
 from shoestring.core.errors import DataError
 from shoestring.profile import load, profiled
+from shoestring.profile.jax_collector import JaxCollector
 from shoestring.profile.recording import Events, Facts, Profile, StepTimes
 from shoestring.profile.summary import by_line
 from shoestring.profile.tree import CallTree, NodeKind, TreeBuilder, columns, merged
@@ -57,6 +60,9 @@ def test_times_are_conserved_and_the_tree_is_the_wall_time():
     calls = tree.inclusive[np.isin(tree.kind, (NodeKind.OPERATOR, NodeKind.SPAN)) & (tree.kind[tree.parent] == 1)]
     assert calls.sum() / 1e9 < facts.seconds
     assert facts.lost == 0
+    assert set(facts.versions) == {"torch", "python"}
+    assert (facts.collector, facts.threads) == ("native", torch.get_num_threads())
+    assert 0 < facts.processor < 2 * facts.cores * facts.seconds
 
 
 def test_operators_are_counted_on_their_lines_and_backward_functions_on_those_of_the_forward_pass():
@@ -163,6 +169,21 @@ def test_it_works_beside_torchs_profiler_and_ends_where_the_program_fails(tmp_pa
         pass
 
 
+@pytest.mark.parametrize("part", ["start", "_folded"])
+def test_what_was_recorded_of_torch_is_saved_where_jax_cannot_be_recorded(tmp_path, caplog, monkeypatch, part):
+    def fails(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(JaxCollector, part, fails)
+    with caplog.at_level(logging.WARNING, "shoestring"), profiled(tmp_path / "p.npz"):
+        train(2)
+    profile = load(tmp_path / "p.npz")
+    assert any(name == "aten::linear" for name in profile.tree.names)
+    (said,) = profile.facts.unseen
+    assert said == "JAX could not be profiled to the end: RuntimeError: can't start new thread."
+    assert said in caplog.text
+
+
 # -- trees and files ---------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +225,7 @@ def test_merging_keeps_all_time_and_is_the_same_in_either_order(first, second):
 def test_a_file_gives_back_what_was_saved(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("profile") / "p.npz"
     facts = Facts(["a", "b"], 1.5, 0.1, 3, versions={"torch": "2"}, clock=[StepTimes(0, 2, 1.5, 1.0, 7)])
+    facts = replace(facts, unseen=["Nothing."], processor=2.5, cores=4, threads=2)
     facts.waits["garbage collection"] = Events(3, 0.5, 0.3, "a.py:3")
     Profile(tree, facts).save(path)
     back = load(path)

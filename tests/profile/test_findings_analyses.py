@@ -4,68 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.profile.analyses import ANALYSES, costs, find
-from shoestring.profile.analyses.reading import Reading
-from shoestring.profile.recording import Events, Facts, Profile
-from shoestring.profile.tree import ENGINE, NodeKind, TreeBuilder
-
-FILE = "/home/me/train.py"
-TORCH = "/opt/lib/python3.11/site-packages/torch"
-MILLISECOND = 1_000_000
-BIG = "float32[512,256] -> float32[512,256]"
-
-
-class Program:
-    """A tree of a training loop, written line by line; times are in milliseconds of all calls."""
-
-    def __init__(self, steps=100):
-        self.builder, self.steps = TreeBuilder(), steps
-        self.sources, self.facts = {}, Facts()
-        self.module = self.builder.node(0, NodeKind.PYTHON, f"{FILE}\t<module>", 90)
-
-    def line(self, number, function="train", above=None, python=0.0):
-        node = self.builder.node(
-            self.module if above is None else above, NodeKind.PYTHON, f"{FILE}\t{function}", number
-        )
-        self.builder.add(node, own=round(python * MILLISECOND))
-        return node
-
-    def library(self, above, file, function, python=0.0):
-        node = self.builder.node(above, NodeKind.PYTHON, f"{TORCH}/{file}\t{function}", 7)
-        self.builder.add(node, own=round(python * MILLISECOND))
-        return node
-
-    def call(self, above, name, forward, backward=0.0, count=0, kind=NodeKind.OPERATOR, **columns):
-        count = count or self.steps
-        node = self.builder.node(above, kind, name if kind == NodeKind.SPAN else f"aten::{name}")
-        own = round(forward * MILLISECOND)
-        self.builder.add(node, count=count, own=own, least=own // count, **columns)
-        if backward:
-            engine = self.builder.node(self.line(99), NodeKind.OPERATOR, f"{ENGINE}{name}Backward0")
-            link = self.builder.node(engine, NodeKind.LINK, "", 0, node)
-            function = self.builder.node(link, NodeKind.BACKWARD, f"{name}Backward0")
-            self.builder.add(function, count=count, own=round(backward * MILLISECOND))
-        return node
-
-    def model(self, milliseconds=50.0):
-        """What a model usually does: products on lines of their own."""
-        for number in (10, 11, 12):
-            self.call(self.line(number, "forward"), "linear", milliseconds / 9, 2 * milliseconds / 9, flops=10**9)
-        return self
-
-    def profile(self):
-        return Profile(self.builder.build(), self.facts, self.sources)
-
-    def found(self, analysis):
-        return list(ANALYSES[analysis](Reading(self.profile())))
-
-
-def only(findings, line):
-    assert [finding.file for finding in findings] == [FILE]
-    assert findings[0].line == line
-    assert findings[0].evidence.endswith(".")
-    assert findings[0].advice.endswith(".")
-    return findings[0]
+from shoestring.profile.analyses import costs, find
+from shoestring.profile.recording import Events, Facts
+from shoestring.profile.tree import NodeKind
+from tests.profile.built_programs import BIG, FILE, MILLISECOND, Program, only
 
 
 def test_a_model_of_products_has_no_findings():
@@ -103,6 +45,16 @@ def test_a_written_out_gelu_is_fusible_and_the_gain_is_less_than_it_takes():
     least, most = finding.gain
     assert 0.05 < least < most < 41 / 91
     assert most / least < 1.3
+
+
+def test_a_finding_is_on_the_line_of_a_package_whose_lines_count_as_the_programs_own():
+    program = Program().model()
+    called = program.library(program.line(20), "activations.py", "gelu")
+    for name in ("mul", "mul", "add", "mul", "tanh", "add", "mul", "mul"):
+        program.call(called, name, 11 if name == "tanh" else 2, 2, inputs=BIG, variants=1)
+    for inside, file in (([], FILE), (["torch"], "activations.py")):
+        program.facts = Facts(inside=inside)
+        assert [finding.file.endswith(file) for finding in program.found("fusible")] == [True]
 
 
 def test_a_fused_gelu_and_a_few_operators_that_no_operator_replaces_are_not_fusible():

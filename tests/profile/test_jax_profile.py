@@ -9,6 +9,7 @@ import pytest
 
 from shoestring.cli import main
 from shoestring.profile import load, profiled
+from shoestring.profile.jax_calls import Compilations
 from shoestring.profile.jax_programs import parse_program
 from shoestring.profile.jax_windows import Dispatch, Executed, Window
 from shoestring.profile.lines import by_line
@@ -211,6 +212,16 @@ def test_memory_is_bounded_and_jitted_functions_are_called_as_before(program):
     assert all(later <= earlier + 3 for earlier, later in zip(*rows, strict=True)), rows
 
 
+def listened_to_compilations(limit=20.0):
+    """Return once the collector's thread hears of compilations."""
+    from jax._src.monitoring import get_event_duration_listeners
+
+    began = time.perf_counter()
+    while not any(isinstance(getattr(each, "__self__", None), Compilations) for each in get_event_duration_listeners()):
+        assert time.perf_counter() - began < limit, "nobody listens to compilations"
+        time.sleep(0.005)
+
+
 @pytest.mark.slow
 def test_compilations_are_counted_where_they_happen(program):
     import jax
@@ -221,7 +232,7 @@ def test_compilations_are_counted_where_they_happen(program):
         return jnp.sin(x).sum()
 
     with profiled() as result:
-        time.sleep(0.2)  # for the listener
+        listened_to_compilations()
         for size in range(3, 8):
             often_traced(jnp.ones(size))
     traced = result.profile.facts.waits["jax trace: often_traced"]

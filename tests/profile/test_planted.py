@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.profile import planted_by_author
 from benchmarks.profile.planted import CLEAN, PLANTED
 from benchmarks.profile.planted.program import Planted
 
@@ -34,6 +35,20 @@ def test_a_planted_program_and_its_twin_compute_the_same(program):
     np.testing.assert_allclose(numbers(program.fixed(steps)), faulty, rtol=2e-3, atol=2e-4)
     assert np.isfinite(faulty).all()
     assert np.ptp(faulty) > 0
+
+
+OTHER_WIDTHS = "recompile-each-width"  # its fault is that the widths differ, and so do the sums
+SAME = [each for each in planted_by_author.PLANTED if each.name != OTHER_WIDTHS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [pytest.param(each, id=each.name) for each in SAME])
+def test_the_authors_programs_and_their_twins_compute_the_same(program):
+    pytest.importorskip(program.framework)
+    torch.set_num_threads(1)
+    faulty = numbers(program.run(4))
+    np.testing.assert_allclose(numbers(program.fixed(4)), faulty, rtol=2e-3, atol=2e-4)
+    assert program.lines
 
 
 @pytest.mark.parametrize("program", cases(CLEAN))

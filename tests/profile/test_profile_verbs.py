@@ -15,6 +15,8 @@ from shoestring.profile.comparison import compare, merged
 from shoestring.profile.findings import Finding, by_gain
 from shoestring.profile.lines import by_line, package_of, short, sources_of
 from shoestring.profile.recording import RankTimes
+from shoestring.profile.summary import summary
+from shoestring.profile.view import page
 from tests.profile.small_profiles import MILLION, SOURCE, small
 
 FINDING = Finding(
@@ -62,6 +64,16 @@ def test_a_profile_is_shown_by_its_lines_and_operators_with_findings_first(saved
     assert "31.6%" in said and "aten::mm" in said and "page: a.html" in said
     assert (saved / "a.html").stat().st_size > 10_000
     assert said.index("waits for the device") < said.index("share")
+
+
+def test_what_a_profile_does_not_show_is_said_in_the_text_and_on_the_page(tmp_path):
+    said = "What torch.compile has fused is own time of its region."
+    profile = small()
+    profile = replace(profile, facts=replace(profile.facts, unseen=[said], lost=3, processor=0.25, threads=2, cores=4))
+    assert {said, "3 calls found no room in the tree; they are in no line."} <= set(summary(profile))
+    text = page.write(profile, tmp_path / "p.html").read_text()
+    assert f"<li>{said}</li>" in text
+    assert "<dd>0.25 s</dd>" in text and "<dd>2 on 4 cores</dd>" in text
 
 
 def test_two_profiles_are_compared_and_merged(saved, capsys):

@@ -42,7 +42,7 @@ def test_steps_are_recorded_by_torchs_profiler_and_it_is_said(no_compiler, caplo
         train(45)
     assert "no native collector: there is none on the PATH" in caplog.text
     tree, facts = result.profile.tree, result.profile.facts
-    assert facts.versions["collector"] == "torch.profiler"
+    assert facts.collector == "torch.profiler"
     assert (facts.steps, len(facts.clock)) == (45, 44)
     assert 0 < facts.share < 1
     counts = {}

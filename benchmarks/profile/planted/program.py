@@ -41,6 +41,14 @@ Analysis = Literal[
     "layout",
     "retracing",
     "communication",
+    "python",
+    "unjitted",
+    "copies",
+    "recomputation",
+    "evaluation",
+    "threads",
+    "growth",
+    "drift",
 ]
 
 Run = Callable[[int], Any]

@@ -50,7 +50,7 @@ class _Language:
 def _language(suffix: str) -> _Language:
     if suffix == ".c":
         # Without linking OpenMP: its entry points are resolved in torch's copy when the library is opened.
-        return _Language("C", ("cc", "gcc", "clang"), ("-std=c11", *FLAGS, "-fopenmp"), ("-lm",))
+        return _Language("C", ("cc", "gcc", "clang"), ("-std=c11", *FLAGS, "-fno-math-errno", "-fopenmp"), ("-lm",))
     package = Path(torch.__file__).parent
     headers = [f"-I{package / 'include'}", f"-I{sysconfig.get_path('include')}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -87,18 +87,19 @@ def load(name: str) -> ctypes.CDLL:
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
 
 
-def function(name: str, arguments: Sequence[Any], otherwise: str) -> Any:
-    """The C function `name` of the file of that name, which returns nothing.
+def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = "") -> Any:
+    """The C function `name`, which returns nothing.
 
     Args:
         arguments: their types of ctypes.
+        file: that it is in, where that has another name.
         otherwise: what happens on a machine that cannot compile it, as the beginning of a warning.
 
     Returns:
         None on such a machine, after the warning.
     """
     try:
-        found = getattr(load(name), name)
+        found = getattr(load(file or name), name)
     except CompileError as error:
         log.warning("%s: %s", otherwise, error)
         return None
@@ -121,7 +122,16 @@ def _key(source: Path, compiler: str, language: _Language) -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = (source.read_text(), compiler, str(found.st_size), str(found.st_mtime_ns), processor, *language.flags)
+    headers = "".join(path.read_text() for path in sorted(source.parent.glob("*.h")))
+    parts = (
+        source.read_text(),
+        headers,
+        compiler,
+        str(found.st_size),
+        str(found.st_mtime_ns),
+        processor,
+        *language.flags,
+    )
     if language.name == "C++":
         parts += (torch.__version__, sys.version)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

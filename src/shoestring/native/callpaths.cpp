@@ -9,10 +9,7 @@
 // anybody who asks for some: at the first calls of new nodes, and after a random number of calls at BURST of them. Bytes
 // and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH.
 
-#define Py_BUILD_CORE
-#include <Python.h>
-#undef _PyGC_FINALIZED  // torch and Python both define it
-#include <internal/pycore_frame.h>
+#include "frames.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
@@ -81,23 +78,6 @@ struct Names {
 Names& names() {
     static Names* kept = new Names;  // never destroyed: threads may outlive the end of the program's main thread
     return *kept;
-}
-
-// Text of a str object, without Python's help: the GIL is not held, and nothing may be allocated in it.
-std::string text_of(PyObject* object) {
-    if (!object || !PyUnicode_Check(object)) return "?";
-    auto length = PyUnicode_GET_LENGTH(object);
-    int kind = PyUnicode_KIND(object);
-    const void* data = PyUnicode_DATA(object);
-    std::string text;
-    for (Py_ssize_t i = 0; i < length && i < 4096; i++) {
-        uint32_t c = PyUnicode_READ(kind, data, i);
-        if (c < 0x80) text += char(c);
-        else if (c < 0x800) { text += char(0xC0 | c >> 6); text += char(0x80 | (c & 63)); }
-        else if (c < 0x10000) { text += char(0xE0 | c >> 12); text += char(0x80 | (c >> 6 & 63)); text += char(0x80 | (c & 63)); }
-        else { text += char(0xF0 | c >> 18); text += char(0x80 | (c >> 12 & 63)); text += char(0x80 | (c >> 6 & 63)); text += char(0x80 | (c & 63)); }
-    }
-    return text;
 }
 
 // -- floating-point operations ---------------------------------------------------------------------------------------
@@ -287,6 +267,8 @@ struct Frame {
     uint32_t node;
 };
 
+enum Work : uint8_t { NESTED, WALKED, LINKED, WORKS };  // to record an operator: Python's frames, or a link, looked up
+
 struct Open {  // an operator that runs
     const at::RecordFunction* call;
     const _PyInterpreterFrame* frame;
@@ -294,6 +276,7 @@ struct Open {  // an operator that runs
     int64_t sequence;
     uint32_t node;
     bool span, graphs;
+    Work work;
 };
 
 struct Stack {  // of a span, which goes on when the function that began it has returned
@@ -307,7 +290,8 @@ struct Thread {
     Node* nodes;
     std::atomic<uint32_t> size{0};
     uint32_t depth = 0;  // operators that run, also those beyond OPERATORS
-    uint64_t paid = 0, cost[4] = {}, events = 0, burst = BETWEEN, random = 88172645463325252ull;  // ticks in all, and to begin and end one operator (nested, outermost)
+    uint64_t paid = 0, cost[2 * WORKS] = {};  // ticks of recording: in all, and to begin and to end an operator
+    uint64_t events = 0, burst = BETWEEN, random = 88172645463325252ull;
     std::unique_ptr<std::atomic<uint64_t>[]> links;  // by sequence number: its lower half, and the node
     PyThreadState* state = nullptr;
     Thread* forward = nullptr;  // where the last backward function came from
@@ -499,30 +483,6 @@ Thread* arrive() {
 
 // -- Python's frames -------------------------------------------------------------------------------------------------
 
-const _PyInterpreterFrame* newest_frame(PyThreadState* state) {
-#if PY_VERSION_HEX >= 0x030D0000
-    return state->current_frame;
-#else
-    return state->cframe->current_frame;
-#endif
-}
-
-PyCodeObject* code_of(const _PyInterpreterFrame* frame) {
-#if PY_VERSION_HEX >= 0x030D0000
-    return (PyCodeObject*)frame->f_executable;
-#else
-    return frame->f_code;
-#endif
-}
-
-bool shown(const _PyInterpreterFrame* frame) {
-#if PY_VERSION_HEX >= 0x030C0000
-    if (frame->owner == FRAME_OWNED_BY_CSTACK) return false;
-#endif
-    PyCodeObject* code = code_of(frame);
-    return code && frame->prev_instr >= _PyCode_CODE(code);
-}
-
 using Frames = const _PyInterpreterFrame* [DEPTH];
 
 // This thread's frames from the newest to `until`, which is not among them; of a deeper stack the outermost.
@@ -659,7 +619,8 @@ void remember_stack(Thread& own, uint32_t level) {
 
 // The moving average of ticks, in 256ths; what took long was interrupted.
 void average(uint64_t& mean, uint64_t ticks) {
-    mean += (int64_t(std::min<uint64_t>(ticks, 1 << 14) << 8) - int64_t(mean)) / 16;
+    uint64_t one = std::min<uint64_t>(ticks, 1 << 14) << 8;
+    mean = mean ? mean + (int64_t(one) - int64_t(mean)) / 16 : one;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
@@ -675,10 +636,12 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     const Open* above = own.depth ? &own.open[own.depth - 1] : nullptr;
     const _PyInterpreterFrame* frame = nullptr;
     uint32_t node = above ? above->node : 0;
+    Work work = NESTED;
     if (with_frames.load(std::memory_order_relaxed)) {
         // A thread that is not Python's own may get another state each time that it runs Python.
         if (!own.lasting) own.state = PyGILState_GetThisThreadState();
         frame = own.state ? newest_frame(own.state) : nullptr;
+        if (frame && (!above || above->span || frame != above->frame)) work = WALKED;
         if (frame && !above) node = whole_path(own);
         else if (frame && above->span) node = path_in_span(own, *above);
         else if (frame && frame != above->frame) node = path_below(own, *above);
@@ -688,7 +651,10 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     Kind kind = OPERATOR;
     if (scope != at::RecordScope::FUNCTION) {
         kind = scope == at::RecordScope::USER_SCOPE ? SPAN : BACKWARD;
-        if (kind == BACKWARD && sequence >= 0) node = forward_link(own, node, fn.forwardThreadId(), sequence);
+        if (kind == BACKWARD && sequence >= 0) {
+            node = forward_link(own, node, fn.forwardThreadId(), sequence);
+            work = LINKED;
+        }
     }
     node = own.operation(node, fn.name(), kind);
     Open& open = own.open[own.depth++];
@@ -697,6 +663,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     open.node = node;
     open.within = open.counted = 0;
     open.span = open.graphs = false;
+    open.work = work;
     open.sequence = above ? above->sequence : -1;
     if (kind == OPERATOR && sequence >= 0) {
         // Of nested operators with one number the outermost is what the program called.
@@ -717,7 +684,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     if (__builtin_expect(own.events >= own.burst, 0)) draw(own);
     open.paid = own.paid;
     open.begun = now();
-    if (measured) average(own.cost[!above], open.begun - entered);
+    if (measured) average(own.cost[work], open.begun - entered);
     return nullptr;
 }
 
@@ -762,11 +729,11 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
     while (own.open[place].call != &fn)
         if (!place--) return;  // in another thread
     bool measured = !(own.events & 31);
+    Work work = own.open[place].work;
     finish(own, place, entered);
-    bool outermost = !own.depth;
-    own.paid += ((own.cost[outermost] + own.cost[2 + outermost]) >> 8) + torch_cost;
+    own.paid += ((own.cost[work] + own.cost[WORKS + work]) >> 8) + torch_cost;
     own.events++;
-    if (measured) average(own.cost[2 + outermost], now() - entered);
+    if (measured) average(own.cost[WORKS + work], now() - entered);
 }
 
 std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& fn) {
@@ -899,6 +866,11 @@ int callpaths_start(int frames) {
     mine->lasting = true;
     if (mine->state) mine->ident = mine->state->thread_id;
     std::lock_guard<std::mutex> held(changing);
+    for (uint32_t i = 0; i < known; i++)
+        for (uint32_t node = 0; node < everybody[i]->size; node++) {
+            everybody[i]->at(node).least = ~0ull;
+            everybody[i]->at(node).most = 0;
+        }
     with_frames = frames;
     looks = LOOKS;
     at_random = false;
@@ -916,6 +888,13 @@ int callpaths_stop() {
     if (!running) return 1;
     remove_callbacks();
     return 0;
+}
+
+// Have torch call something that does nothing for each operator, which is the least that a recording costs. Of one thread.
+void callpaths_floor(int on) {
+    static at::CallbackHandle idle = 0;
+    if (idle) at::removeCallback(idle);
+    idle = on ? at::addGlobalCallback(at::RecordFunctionCallback(nothing, nothing_ends)) : 0;
 }
 
 // Record nothing until this is called with 0; what runs is recorded to its end.

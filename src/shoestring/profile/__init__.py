@@ -132,13 +132,13 @@ def profiled(
     result, process = ProfileResult(), os.getpid()
     collector = started(share, budget)
     jax = JaxCollector(share, budget)
-    jax.start()
+    jax.begin()
     try:
         yield result
     finally:
         if os.getpid() == process:  # a fork that ends in here has nothing to say
             jax.finish()
-            profile = jax.fold(collector.stop().profile())
+            profile = jax.added_to(collector.stop().profile())
             facts = replace(profile.facts, inside=list(inside))
             result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
             if path is not None:

@@ -8,15 +8,18 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
+
 from shoestring.core.trace import listening
 from shoestring.profile import native_tree
-from shoestring.profile.happenings import Happenings, StepClock, machine, unseen, watched
+from shoestring.profile.happenings import Happenings, StepClock, Surroundings, cores, unseen, versions, watched
+from shoestring.profile.kineto import EventFold, TorchWindows, device_name
 from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.spans import SpanListener
 from shoestring.profile.tree import CallTree, TreeBuilder
-from shoestring.profile.windows import Windows
+from shoestring.profile.windows import Spent, Windows
 
 
 @dataclass
@@ -62,7 +65,9 @@ class Collector:
             raise RuntimeError("a profile is being recorded in this process already")
         self.before = self._read()
         self.ident = threading.get_ident()
-        self.happenings, self.clock = Happenings(), StepClock(self._stepped if self.windows else None)
+        self.kernels = TorchWindows(EventFold(timed=False)) if torch.cuda.is_available() else None
+        self.happenings, self.clock = Happenings(), StepClock(self._stepped)
+        self.surroundings = Surroundings(self.clock, self.ident)
         self.sampler = PythonSampler([self.ident] if self.frames else [], self._busy, self._tick)
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
@@ -75,7 +80,10 @@ class Collector:
     def stop(self) -> Recorded:
         """End the recording; what was recorded since `start`."""
         library, seconds = self.library, time.perf_counter() - self.began
+        self.surroundings.look(seconds)
         processor = time.process_time() - self.began_processor
+        if self.kernels is not None:
+            self.kernels.finish(self.clock.steps)
         estimates = self.windows.finish(seconds) if self.windows is not None else []
         library.callpaths_stop()
         self.sampler.finish()
@@ -96,8 +104,11 @@ class Collector:
         if self.frames:
             outside = seconds * 1e9 - overhead * 1e9 - (mine.outermost * tick if mine else 0.0)
             self.sampler.seen.share_out(builder, max(outside, 0.0))
+        if self.kernels is not None:
+            builder.graft(self.kernels.fold.builder.build())
+        tree = builder.build()
         return Recorded(
-            builder.build(),
+            tree,
             Facts(
                 list(sys.argv),
                 seconds,
@@ -105,10 +116,16 @@ class Collector:
                 lost=sum(int(data.cost[1]) for data in after),
                 steps=self.clock.steps,
                 clock=self.clock.times,
+                work=self.surroundings.work,
                 waits=self.happenings.events,
-                unseen=unseen(names),
+                unseen=unseen(tree.names) + (self.kernels.unseen() if self.kernels is not None else []),
+                device=device_name(),
                 share=self.windows.recorded / seconds if self.windows is not None else 1.0,
-                versions=machine() | {"processor seconds": f"{processor:.3f}"},
+                versions=versions(),
+                processor=processor,
+                cores=cores(),
+                threads=self.surroundings.threads,
+                memory=self.surroundings.memory,
             ),
         )
 
@@ -116,18 +133,23 @@ class Collector:
         library = self.library
         return [native_tree.read(library, thread) for thread in range(library.callpaths_threads())]
 
-    def _cost(self) -> tuple[float, float]:
+    def _cost(self) -> Spent:
         library = self.library
         ticks = sum(int(native_tree.cost(library, thread)[0]) for thread in range(library.callpaths_threads()))
-        return ticks * library.callpaths_nanoseconds() / 1e9, time.process_time()
+        return Spent(ticks * library.callpaths_nanoseconds() / 1e9, time.process_time(), self.sampler.seconds)
 
     def _busy(self, ident: int) -> bool:
         return bool(self.library.callpaths_inside(ident)) or (self.windows is not None and not self.windows.recording)
 
     def _tick(self) -> None:
+        seconds = time.perf_counter() - self.began
+        self.surroundings.look(seconds)
         if self.windows is not None:
-            self.windows.tick(time.perf_counter() - self.began)
+            self.windows.tick(seconds)
 
     def _stepped(self) -> None:
+        self.surroundings.look_at_threads()
+        if self.kernels is not None:
+            self.kernels.stepped(self.clock.steps)
         if self.windows is not None:
             self.windows.step(time.perf_counter() - self.began)

@@ -47,6 +47,8 @@ def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
         seconds=sum(profile.facts.seconds for profile in profiles),
         overhead=sum(profile.facts.overhead for profile in profiles),
         lost=sum(profile.facts.lost for profile in profiles),
+        processor=sum(profile.facts.processor for profile in profiles),
+        unseen=list(dict.fromkeys(said for profile in profiles for said in profile.facts.unseen)),
         steps=max(profile.facts.steps for profile in profiles),
     )
     sources: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -14,14 +15,14 @@ from typing import Any
 
 import torch
 
-from shoestring.profile.recording import Events, StepTimes
+from shoestring.profile.recording import Events, MemoryAt, StepTimes, WorkAt
 
 MOST_STEPS, MOST_EVENTS = 128, 64
 LONGEST_NAME = 200
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
 """How names of operators begin that run what torch.compile made."""
-RESIDENT_EVERY = 0.05
-"""Seconds between two looks at how much memory the process has."""
+LOOK_EVERY = 0.05
+"""Seconds between two looks at how much memory and processor time the process has, at first."""
 
 
 class StepClock:
@@ -37,7 +38,7 @@ class StepClock:
         self.times: list[StepTimes] = []
         self.open: list[float] = []
         self.last: float | None = None
-        self.looked, self.resident = 0.0, 0
+        self.resident = 0  # which others keep up to date
         self.optimizer: weakref.ref[Any] | None = None
 
     def step(self, optimizer: Any, *_: object) -> None:
@@ -58,8 +59,6 @@ class StepClock:
         self.last = time.perf_counter()
 
     def _add(self, now: float) -> None:
-        if now - self.looked > RESIDENT_EVERY:
-            self.looked, self.resident = now, _resident()
         first = self.steps + 1 - len(self.open)
         self.times.append(
             StepTimes(first, len(self.open), round(sum(self.open), 6), round(max(self.open), 6), self.resident)
@@ -72,6 +71,45 @@ class StepClock:
                 StepTimes(a.first, a.steps + b.steps, a.seconds + b.seconds, max(a.longest, b.longest), b.resident)
                 for a, b in pairs
             ]
+
+
+class Surroundings:
+    """What the process has as time goes by: memory, threads for an operator, and how far the thread that steps is.
+
+    Another thread asks the system: on a busy machine one that asks may have to wait while somebody else runs, and the
+    lines of the program would seem to take that long.
+
+    The C library says what is allocated; where it does not, memory is not known: pages of the process do not tell, for
+    what was freed is used again before there are more.
+    """
+
+    def __init__(self, clock: StepClock, ident: int) -> None:
+        self.clock, self.ident = clock, ident
+        self.work: list[WorkAt] = []
+        self.memory: list[MemoryAt] = []
+        self.counted = _allocation_counter()
+        self.threads = 0
+        self.looked, self.interval = -1.0, LOOK_EVERY
+
+    def look(self, seconds: float) -> None:
+        """Note what there is so many seconds after the beginning."""
+        self.look_at_threads()
+        if seconds - self.looked < self.interval:
+            return
+        self.looked, self.clock.resident = seconds, _resident()
+        with suppress(OSError, AttributeError):  # the thread has ended, or its clock cannot be read
+            processor = time.clock_gettime(time.pthread_getcpuclockid(self.ident))
+            self.work.append(WorkAt(self.clock.steps, round(processor, 6)))
+        if self.counted is not None:
+            on_accelerator = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+            self.memory.append(MemoryAt(round(seconds, 3), self.counted() + on_accelerator))
+        if max(len(self.work), len(self.memory)) >= MOST_STEPS:
+            self.interval *= 2
+            del self.memory[1::2], self.work[1::2]
+
+    def look_at_threads(self) -> None:
+        """A thread that computes knows best, for each may have its own number."""
+        self.threads = max(self.threads, torch.get_num_threads())
 
 
 class Happenings:
@@ -134,6 +172,35 @@ def watched(happenings: Happenings, clock: StepClock) -> Iterator[None]:
         happenings.compiled()
 
 
+class _Allocations(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    ]
+
+
+def _allocation_counter() -> Callable[[], int] | None:
+    """Counts bytes that are allocated; None where the C library cannot."""
+    with suppress(OSError, AttributeError, TypeError):
+        count = ctypes.CDLL(None).mallinfo2
+        count.restype = _Allocations
+        return lambda: (found := count()).uordblks + found.hblkhd
+    return None
+
+
 def _resident() -> int:
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -150,11 +217,11 @@ def unseen(names: Iterable[str]) -> list[str]:
     ]
 
 
-def machine() -> dict[str, str]:
-    """Versions, and the threads that computed."""
-    return {
-        "torch": str(torch.__version__),
-        "python": sys.version.split()[0],
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-    }
+def versions() -> dict[str, str]:
+    """Of what ran the program."""
+    return {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -77,37 +77,53 @@ class JaxCollector(threading.Thread):
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
         self.failure = ""
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whatever fails within becomes `failure`: neither the program nor the profile's other parts suffer from it."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+    def begin(self) -> None:
+        """Start the thread, if there may be one more."""
+        with self.guarded():
+            self.start()
+
     def run(self) -> None:
         """Wait for jax, then take windows until the end."""
-        while not _ready():
+        with self.guarded():
+            while not _ready():
+                self._listen()
+                if self.ending.wait(0.05):
+                    return
             self._listen()
-            if self.ending.wait(0.05):
-                return
-        self._listen()
+            self._take_windows()
+        self.last = time.perf_counter()
+
+    def _take_windows(self) -> None:
         import jax
 
         self.first = self.last = time.perf_counter()
         length = WINDOW
-        try:
-            while not self.ending.is_set():
-                try:
-                    seen = self._take_window(length)
-                except jax.errors.JaxRuntimeError:  # the program's own profiler came in between
-                    seen = False
-                length = WINDOW if seen else min(2 * length, LONGEST_WINDOW)
-                pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE) if seen else 0.01
-                self.ending.wait(max(pause, self.gap * length))
-        except Exception as error:  # the program must not suffer from what its profile cannot do
-            self.failure = f"{type(error).__name__}: {error}"
-        self.last = time.perf_counter()
+        while not self.ending.is_set():
+            try:
+                seen = self._take_window(length)
+            except jax.errors.JaxRuntimeError:  # the program's own profiler came in between
+                seen = False
+            length = WINDOW if seen else min(2 * length, LONGEST_WINDOW)
+            pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE) if seen else 0.01
+            self.ending.wait(max(pause, self.gap * length))
 
     def finish(self) -> None:
         """End; the window that is open counts."""
         self.ending.set()
         self.hurry.set()
-        self.join()
-        if self.compilations is not None:
-            self.compilations.stop()
+        with self.guarded():
+            if self.ident is not None:
+                self.join()
+            if self.compilations is not None:
+                self.compilations.stop()
 
     def _listen(self) -> None:
         if self.compilations is None and "jax.monitoring" in sys.modules:
@@ -178,10 +194,17 @@ class JaxCollector(threading.Thread):
         for key, nanoseconds in took.items():
             self.totals[key].square_of_windows += nanoseconds**2
 
-    def fold(self, profile: Profile) -> Profile:
-        """The profile with what was recorded of JAX; the same one if that is nothing."""
+    def added_to(self, profile: Profile) -> Profile:
+        """The profile with what was recorded of JAX; where not all of that could be, it says so, and has the rest."""
+        with self.guarded():
+            profile = self._folded(profile)
         if self.failure:
-            log.warning("JAX could not be profiled to the end: %s", self.failure)
+            said = f"JAX could not be profiled to the end: {self.failure}."
+            log.warning("%s", said)
+            profile = replace(profile, facts=replace(profile.facts, unseen=[*profile.facts.unseen, said]))
+        return profile
+
+    def _folded(self, profile: Profile) -> Profile:
         facts = profile.facts
         if self.compilations is not None:
             import jax

@@ -20,6 +20,9 @@ _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
 _WATCHING = (f"{_OWN_PACKAGE}profile/", f"{_OWN_PACKAGE}core/trace.py")  # which are on the path to what they watch
 _FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
 
+IMPORTS = "<imports>"
+"""Stands for a file: what a program takes to import packages, wherever it does. Is in no line and no share."""
+
 LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
 """Characters of one file of the program, and of all of them, that a profile carries."""
 
@@ -45,6 +48,17 @@ class LineTime:
     @property
     def total(self) -> int:
         return self.forward + self.backward + self.python
+
+
+def without_imports(tree: CallTree) -> int:
+    """Nanoseconds of the whole program but for importing packages: what shares are of."""
+    return int(tree.inclusive[0]) - import_time(tree)
+
+
+def import_time(tree: CallTree) -> int:
+    """Nanoseconds of importing packages."""
+    names = np.array([name.startswith(f"{IMPORTS}\t") for name in tree.names])
+    return int(tree.own[(tree.kind == NodeKind.PYTHON) & names[tree.name]].sum())
 
 
 def package_of(file: str) -> str:
@@ -80,13 +94,16 @@ def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
 
 
 def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
-    found = [package_of(name.partition("\t")[0]) for name in tree.names]
-    wanted = np.array([(packages is None or package in packages) and package not in but for package in found])
+    files = [name.partition("\t")[0] for name in tree.names]
+    found = [(file, package_of(file)) for file in files]
+    wanted = np.array(
+        [(packages is None or name in packages) and name not in but and file != IMPORTS for file, name in found]
+    )
     return (tree.kind == NodeKind.PYTHON) & wanted[tree.name]
 
 
 def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
-    """Of each node the line of the program that it runs for, as a node; -1 where no Python line is above it.
+    """Of each node the line of the program that it runs for, as a node; -1 where there is none, and for imports.
 
     Where no line of the program's own is above, it is the nearest one of a package that is no framework, or of any.
     """

@@ -56,7 +56,7 @@ class ThreadData:
         return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: ThreadData) -> None:
-        """Leave out what was recorded before; least and most stay those of all time."""
+        """Leave out what was recorded before; least and most are counted anew from each start."""
         size = len(earlier.numbers)
         self.numbers[:size, _SUMMED] -= earlier.numbers[:, _SUMMED]
         self.means[:size, 0] -= earlier.means[:, 0]

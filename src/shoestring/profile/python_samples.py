@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 
+from shoestring.profile.lines import IMPORTS, package_of
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
 SHORTEST, LONGEST = 0.02, 0.05
@@ -20,6 +22,25 @@ RARE = 0.01
 """Of all samples; a line with fewer is counted with its caller, so that a tree does not grow with time."""
 
 
+_BOOTSTRAP = "<frozen importlib."
+_IMPORTING = compile("", IMPORTS, "exec").replace(co_qualname="importing packages"), 0
+
+Path = list[tuple[CodeType, int]]
+
+
+def _imports_package(path: Path) -> bool:
+    """Whether a package is being imported: a program's own modules may do their work while they are imported."""
+    importing = False
+    for code, _ in reversed(path):
+        if code.co_filename.startswith(_BOOTSTRAP):
+            importing = True
+        elif importing and package_of(code.co_filename):
+            return True
+        else:
+            importing = False
+    return importing
+
+
 class Samples:
     """Samples of call paths, as a tree: a node is a line below that which called it, and the first is above all."""
 
@@ -29,10 +50,12 @@ class Samples:
 
     def add(self, frame: FrameType | None) -> None:
         """One more sample, of this frame and those that called it."""
-        path: list[tuple[CodeType, int]] = []
+        path: Path = []
         while frame is not None:
             path.append((frame.f_code, frame.f_lineno or 0))
             frame = frame.f_back
+        if _imports_package(path):
+            path = [_IMPORTING]
         node = 0
         for code, line in path[: -DEEPEST - 1 : -1]:
             node = self.known.setdefault((node, code, line), len(self.counts))
@@ -79,6 +102,7 @@ class PythonSampler(threading.Thread):
         self.watched, self.inside, self.tick = list(threads), inside, tick
         self.seen = Samples()
         self.interval = SHORTEST
+        self.seconds = 0.0  # of the processor, for this thread
         self.ending = threading.Event()
 
     def run(self) -> None:
@@ -90,6 +114,7 @@ class PythonSampler(threading.Thread):
             for ident in watched:
                 if (frame := frames.get(ident)) is not None:
                     self.seen.add(frame)
+            self.seconds = time.thread_time()
 
     def finish(self) -> None:
         self.ending.set()

@@ -19,7 +19,7 @@ from shoestring.core.errors import DataError
 from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, Integers, columns
 from shoestring.storage.whole import write_atomic
 
-FORMAT, VERSION = "shoestring-profile", 1
+FORMAT, VERSION = "shoestring-profile", 2
 
 LARGEST = 1 << 30
 """Bytes of a column, unpacked, beyond which a file is refused."""
@@ -38,6 +38,25 @@ class StepTimes:
     """Seconds of the longest."""
     resident: int = 0
     """Bytes of this process in memory after the last of them; 0 is not known."""
+
+
+@dataclass(frozen=True)
+class WorkAt:
+    """How far the thread that steps had come."""
+
+    steps: int
+    processor: float
+    """Its processor seconds since it began."""
+
+
+@dataclass(frozen=True)
+class MemoryAt:
+    """What the process held at a moment."""
+
+    seconds: float
+    """Since the beginning of the profile."""
+    allocated: int
+    """Bytes that it had allocated and not freed, on an accelerator, too."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,10 @@ class Facts:
     """Optimizer steps; 0 is not known."""
     clock: list[StepTimes] = field(default_factory=list)
     """Of all steps in their order, those that follow each other together where there are many: 128 entries at most."""
+    work: list[WorkAt] = field(default_factory=list)
+    """How far the thread that steps had come now and then, 128 entries at most."""
+    memory: list[MemoryAt] = field(default_factory=list)
+    """What the process held as time went by, 128 entries at most; empty where that is not known."""
     waits: dict[str, Events] = field(default_factory=dict)
     """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
     torch.compile; 64 at most."""
@@ -77,6 +100,14 @@ class Facts:
     inside: list[str] = field(default_factory=list)
     """Installed packages whose lines count as the program's own."""
     versions: dict[str, str] = field(default_factory=dict)
+    collector: str = "native"
+    """What recorded the operators: `native`, or `torch.profiler` where nothing could be compiled."""
+    processor: float = 0.0
+    """Processor seconds of all threads of the process, with those that recording took; 0 is not known."""
+    cores: int = 0
+    """Processor cores that the process could use; 0 is not known."""
+    threads: int = 0
+    """Threads that torch computed an operator with, the most that were seen; 0 is not known."""
     device: str = ""
 
 
@@ -169,7 +200,10 @@ def read(content: bytes, path: str) -> Profile:
             if head["version"] > VERSION:
                 raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
             names = json.loads(arrays["names"].tobytes())
-            own = {name: arrays[name].astype(np.int64) for name in COLUMNS}
+            known = [name for name in COLUMNS if head["version"] > 1 or name not in ("idle", "alone")]
+            none = np.zeros(len(arrays["parent"]), np.int64)
+            own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
+            own |= {name: arrays[name].astype(np.int64) for name in known}
             own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
             sources = json.loads(arrays["sources"].tobytes())
             ranks = RankTimes(head["ranks"], arrays["ranks"].astype(np.int64)) if "ranks" in head else None
@@ -183,7 +217,9 @@ def read(content: bytes, path: str) -> Profile:
 def _facts(table: dict[str, Any]) -> Facts:
     clock = [StepTimes(**each) for each in table.pop("clock", ())]
     waits = {name: Events(**each) for name, each in table.pop("waits", {}).items()}
-    return Facts(**table, clock=clock, waits=waits)
+    work = [WorkAt(**each) for each in table.pop("work", ())]
+    memory = [MemoryAt(**each) for each in table.pop("memory", ())]
+    return Facts(**table, clock=clock, waits=waits, work=work, memory=memory)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
-from shoestring.profile.lines import LineTime, by_line, in_backward, short
+from shoestring.profile.lines import LineTime, by_line, import_time, in_backward, short, without_imports
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind
 
@@ -23,7 +23,7 @@ _NOTABLE = 0.005
 
 def summary(profile: Profile, most: int = 15) -> Iterator[str]:
     """The text, with at most so many lines of the program and a third as many operators."""
-    tree, total = profile.tree, max(int(profile.tree.inclusive[0]), 1)
+    tree, total = profile.tree, max(without_imports(profile.tree), 1)
     yield from _headline(profile)
     yield from _findings(find(profile))
     lines = sorted(by_line(tree, profile.facts.inside).items(), key=lambda item: -item[1].total)
@@ -32,12 +32,13 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
     yield from columns(["share", "±", "forward", "backward", "Python", "line", "code", "mostly"], rows, figures=5)
     if len(lines) > most:
         yield f"and {len(lines) - most} more lines"
-    yield ""
     rows = [
         [f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1)), name]
         for name, (own, count) in list(by_operator(tree).items())[: max(most // 3, 1)]
     ]
-    yield from columns(["share", "time", "calls", "mean", "operator, without those that it calls"], rows, figures=4)
+    if rows:
+        yield ""
+        yield from columns(["share", "time", "calls", "mean", "operator, without those that it calls"], rows, figures=4)
 
 
 def _headline(profile: Profile) -> Iterator[str]:
@@ -50,10 +51,14 @@ def _headline(profile: Profile) -> Iterator[str]:
     title = title if len(title) <= 60 else f"{title[:59]}…"
     steps = f", {facts.steps:,} steps" if facts.steps else ""
     yield f"{title}: {facts.seconds:.2f} s{ranks}{steps}"
+    imported = import_time(tree)
+    outside = seconds(own[python].sum() - imported)
     yield (
-        f"{forward} in operators, {backward} in the backward pass, {seconds(own[python].sum())} in Python outside of"
-        f" operators; recording took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
+        f"{forward} in operators, {backward} in the backward pass, {outside} in Python outside of operators; recording"
+        f" took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
     )
+    if imported > _NOTABLE * tree.inclusive[0]:
+        yield f"importing packages took {seconds(imported)}, which is in no line and no share"
     if profile.ranks:
         times = dict(zip(profile.ranks.labels, profile.ranks.own.sum(1), strict=True))
         least, longest = min(times, key=lambda name: times[name]), max(times, key=lambda name: times[name])
@@ -65,9 +70,15 @@ def _headline(profile: Profile) -> Iterator[str]:
         yield f"{seconds(device)} on the accelerator"
     if facts.share < 1:
         yield f"sampled: operators were recorded {facts.share:.1%} of the time; counts and times are scaled up to all"
-    if facts.lost:
-        yield f"{facts.lost:,} calls found no room in the tree; they are in no line"
+    yield from notes(facts)
     yield from [line for line, share in waits(facts) if share >= _NOTABLE][:5]
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    """Sentences on what is not in the tree."""
+    if facts.lost:
+        yield f"{facts.lost:,} calls found no room in the tree; they are in no line."
+    yield from facts.unseen
 
 
 def command(facts: Facts) -> str:

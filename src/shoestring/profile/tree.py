@@ -41,7 +41,7 @@ class NodeKind(IntEnum):
 
 COLUMNS = (
     *("parent", "kind", "name", "line", "link", "count", "inclusive", "own", "least", "most"),
-    *("bytes", "flops", "device", "graphed", "inputs", "variants"),
+    *("bytes", "flops", "device", "idle", "alone", "graphed", "inputs", "variants"),
 )
 FRACTIONS = ("squares", "count_variance", "own_variance")
 
@@ -76,6 +76,10 @@ class CallTree:
     """Floating-point operations of matrix products, convolutions and attention, over all calls; 0 is not known."""
     device: Integers
     """Nanoseconds on an accelerator: of KERNEL nodes, their own; of others 0."""
+    idle: Integers
+    """Of KERNEL nodes, nanoseconds that the accelerator had nothing to run just before them."""
+    alone: Integers
+    """Of KERNEL nodes that copy, nanoseconds in which no kernel ran beside them."""
     graphed: Integers
     """Calls that recorded a function for the backward pass."""
     inputs: Integers
@@ -151,7 +155,7 @@ def totals(parent: Integers, own: Integers) -> Integers:
     return inclusive
 
 
-_SUMS = ("count", "own", "bytes", "flops", "device", "graphed")
+_SUMS = ("count", "own", "bytes", "flops", "device", "idle", "alone", "graphed")
 _FRESH: Mapping[str, float] = {"least": 2**62} | dict.fromkeys((*_SUMS, *FRACTIONS, "most", "variants", "inputs"), 0)
 
 

@@ -9,10 +9,14 @@ by how far the windows of neighbouring blocks are from each other.
 from __future__ import annotations
 
 import random
+import statistics
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import ceil
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,14 +28,34 @@ WINDOW = 0.05
 FIRST_STEPS = 2
 """Steps that are recorded before windows are drawn."""
 
-WHOLE = 0.5
-"""Seconds of a block that is recorded as a whole."""
+BLOCK = 0.05, 0.5
+"""Least seconds of a block, at first and later, when they are a tenth of the time so far: reading the counters at its
+end takes about a millisecond."""
 
-UNSEEN = 1.3
-"""What recording costs, over what it can measure of it: caches hold less of the program's own. Measured in
-`benchmarks/profile`."""
+UNSEEN = 2.5
+"""What recording costs, over what it can measure of it itself, until steps with and without it have been compared:
+torch's own work to call us, and caches that hold less of the program's."""
+DOUBT = 1.0
+"""Standard error of `UNSEEN`, as a part of it."""
+COMPARED = 101
+"""Newest comparisons of steps with and without recording that count."""
 
-LEAST_SHARE = 0.005
+SHARES = 0.005, 0.9
+"""Least and largest share under a budget: without anything left out, nothing can be compared."""
+
+
+class Spent(NamedTuple):
+    """Seconds since any fixed moment."""
+
+    recording: float
+    """That recording measures of itself."""
+    processor: float
+    """Of the program and everything here."""
+    beside: float
+    """Of the processor, for what goes on also where nothing is recorded."""
+
+    def since(self, earlier: Spent) -> Spent:
+        return Spent(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 class Counters(Protocol):
@@ -105,13 +129,48 @@ class ThreadEstimate:
         self.rates = None
 
 
+@dataclass
+class Price:
+    """What recording adds to the processor time of what is recorded, as a part of it.
+
+    At first that is what recording measures of itself, times `UNSEEN`. Each block with steps of both kinds compares
+    them; the median of the newest comparisons counts the more, the closer they are to each other.
+    """
+
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
+    measured: float = 0.0
+    """By recording itself."""
+
+    def measure(self, window: Spent) -> None:
+        """A window has ended."""
+        if window.processor > window.recording:
+            loss = window.recording / (window.processor - window.recording)
+            self.measured += (loss - self.measured) / (4 if self.measured else 1)
+
+    def compare(self, recorded: float, unrecorded: float) -> None:
+        """Processor seconds of a step of each kind in one block."""
+        if unrecorded > 0:
+            self.ratios.append(recorded / unrecorded - 1)
+
+    @property
+    def loss(self) -> float:
+        """The estimate, by the precision of both."""
+        expected = UNSEEN * self.measured
+        if len(self.ratios) < 3 or not expected:
+            return expected
+        middle = statistics.median(self.ratios)
+        spread = 1.4826 * statistics.median(abs(ratio - middle) for ratio in self.ratios)
+        ours, theirs = (DOUBT * expected) ** 2, max(1.2533**2 * spread**2 / len(self.ratios), 1e-8)
+        return max((expected * theirs + middle * ours) / (ours + theirs), self.measured)
+
+
 class Windows:
     """Opens and closes windows as steps and seconds go by.
 
     Args:
         read: gives the counters of all threads.
         pause: stops recording, or goes on with it.
-        cost: seconds of recording and of the processor since any fixed moment.
+        cost: what was spent so far.
         share: of the time that is recorded, of (0, 1].
         budget: what recording may add to the processor time of the program; sets the share, where given.
 
@@ -123,26 +182,26 @@ class Windows:
         self,
         read: Callable[[], Sequence[Counters]],
         pause: Callable[[bool], object],
-        cost: Callable[[], tuple[float, float]],
+        cost: Callable[[], Spent],
         share: float,
         budget: float | None,
     ) -> None:
         if not 0 < share <= 1 or (budget is not None and not 0 < budget < 1):
             raise ConfigError(f"cannot record a share of {share} within a budget of {budget}", hint="choose (0, 1]")
         self.read, self.pause, self.cost, self.budget = read, pause, cost, budget
-        self.share = share if budget is None else 1.0
+        self.share = share if budget is None else SHARES[1]
         self.threads: list[ThreadEstimate] = []
         self.random, self.lock = random.Random(0), threading.Lock()
         self.stepping, self.steps, self.now, self.step_seconds = False, 0, 0.0, 0.0
         self.recording, self.recorded = True, 0.0
-        self.loss: float | None = None
-        self.price = self.cost()
-        self.opened_at = self.cost_at_start = 0.0
+        self.price, self.handling, self.handled = Price(), 0.0, 0.0
+        self.opened_at = 0.0
 
     def begin(self) -> None:
         """Count from here: the first block is recorded as a whole."""
         self.threads = [ThreadEstimate(seen=_columns(each)) for each in self.read()]
-        self.cost_at_start = self.cost()[0]
+        self.began = self.block_began = self.window_began = self.cost()
+        self.window: Spent | None = None
         self.block = Stratum(0.0, WINDOW, 0.0, WINDOW, 0.0)
 
     def tick(self, seconds: float) -> None:
@@ -154,6 +213,7 @@ class Windows:
 
     def step(self, seconds: float) -> None:
         """An optimizer step has ended."""
+        began = time.perf_counter()
         with self.lock:
             if self.stepping:
                 self.step_seconds += (seconds - self.now - self.step_seconds) / min(self.steps + 1, 20)
@@ -167,6 +227,7 @@ class Windows:
             else:
                 self.steps += 1
             self._advance(self.steps)
+        self.handling += time.perf_counter() - began
 
     def finish(self, seconds: float) -> list[tuple[np.ndarray, np.ndarray]]:
         """End the last block; totals and variances of each thread."""
@@ -177,7 +238,7 @@ class Windows:
 
     def _of_program(self) -> float:
         """Seconds without what recording took: a window would seem longer by that than the rest of its block."""
-        return self.now - (self.cost()[0] - self.cost_at_start) * UNSEEN
+        return self.now - self.cost().since(self.began).recording * UNSEEN
 
     def _advance(self, position: float) -> None:
         block = self.block
@@ -194,7 +255,7 @@ class Windows:
     def _open(self, position: float) -> None:
         self.block.opened, self.opened_at = position, self.now
         self.block.closes += position - self.block.opens
-        self.price = self.cost()
+        self.window_began = self.cost()
         if not self.recording:
             self.pause(False)
             self.recording = True
@@ -204,20 +265,25 @@ class Windows:
         assert block.opened is not None
         block.recorded, block.opened = max(position - block.opened, 1e-9), None
         self.recorded += self.now - self.opened_at
-        if self.budget is not None:
-            self._keep_budget(self.budget)
+        self.window = self.cost().since(self.window_began)
+        self.price.measure(self.window)
         if self.share < 1:
             self.pause(True)
             self.recording = False
 
-    def _keep_budget(self, budget: float) -> None:
-        recording, processor = (now - then for now, then in zip(self.cost(), self.price, strict=True))
-        if processor <= 0:
-            return
-        recording *= UNSEEN
-        loss = recording / max(processor - recording, processor / 10)
-        self.loss = loss if self.loss is None else self.loss + (loss - self.loss) / 4
-        self.share = min(1.0, max(budget / max(self.loss, 1e-9), LEAST_SHARE))
+    def _keep_budget(self, budget: float, length: float) -> None:
+        """A block has ended of which so much was recorded."""
+        whole, window, ours = self.cost().since(self.block_began), self.window, self.handling - self.handled
+        rest = length - self.block.recorded
+        if self.stepping and window is not None and rest > 0:
+            outside = whole.processor - whole.beside - ours - (window.processor - window.beside)
+            self.price.compare((window.processor - window.beside) / self.block.recorded, outside / rest)
+        spent, loss = self.cost().since(self.began), max(self.price.loss, 1e-9)
+        beside = (spent.beside + self.handling) / max(spent.processor, 1e-9)
+        recorded = self.recorded / (1 + loss)  # seconds as the program alone would have taken
+        missed = budget - beside - loss * recorded / max(self.now - self.recorded + recorded, 1e-9)
+        wanted = budget - beside + min(max(missed, -budget / 2), budget / 2)
+        self.share = min(max(wanted / loss, SHARES[0]), SHARES[1])
 
     def _end(self, position: float) -> None:
         """Reckon the block, of which there may be no window."""
@@ -235,15 +301,17 @@ class Windows:
         else:
             for thread in self.threads:
                 thread.extend(length)
+        if self.budget is not None:
+            self._keep_budget(self.budget, length)
+        self.block_began, self.window, self.handled = self.cost(), None, self.handling
 
     def _next(self, position: float) -> None:
         unit = 1 if self.stepping else WINDOW
-        if self.share >= 1:
-            long = max(1, round(WHOLE / self.step_seconds)) if self.stepping and self.step_seconds else WHOLE
-            self.block = Stratum(position, position + long, position, position + long)
-            return
-        parts = round(1 / self.share) if self.share <= 0.5 else round(1 / (1 - self.share))
-        window, length = (1, parts) if self.share <= 0.5 else (parts - 1, parts)
+        seconds = min(max(BLOCK[0], self.now / 10), BLOCK[1])
+        window = length = ceil(seconds / (self.step_seconds or seconds)) if self.stepping else round(seconds / WINDOW)
+        if self.share < 1:  # of both kinds one at least
+            window = max(1, round(self.share * max(length, 1 / self.share, 1 / (1 - self.share))))
+            length = max(round(window / self.share), window + 1)
         opens = position + unit * (self.random.randrange(length - window + 1))
         self.block = Stratum(position, position + length * unit, opens, opens + window * unit)
 

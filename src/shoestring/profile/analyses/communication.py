@@ -81,7 +81,8 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
         gain = taken * (1 - 0.5 / each) if each > 1.5 else taken
         if nodes and each <= 1.5 and ".wait(" in reading.text(place):
             continue  # it has begun earlier
-        if reading.share(0.87 * gain) < (MATTERS if each > 1.5 else SINGLE):
+        saves = reading.gain("communication", gain, nodes)
+        if saves[0] < (MATTERS if each > 1.5 else SINGLE):
             continue
         fewer = "Send tensors together, in buckets: one collective instead of many. " if each > 1.5 else ""
         yield reading.finding(
@@ -90,6 +91,6 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
             f"{calls} collectives take {milliseconds(taken)}, {reading.share(taken):.0%} of the time, on this line,"
             f" about {each:.0f} a step, and nothing overlaps them.",
             f"{fewer}Begin them early (async_op=True, DistributedDataParallel) and wait only where the result is used.",
-            (0.85 * gain, 1.05 * gain),
+            saves,
             nodes,
         )

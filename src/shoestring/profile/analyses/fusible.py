@@ -179,10 +179,10 @@ def fusible_chains(reading: Reading) -> Iterator[Finding]:
         same.setdefault(chain.places, []).append((chain, fused, saved(reading, chain, fused)))
     for places, found in same.items():
         gain = sum(saving for _, _, saving in found)
-        if reading.share(0.85 * gain) < (MATTERS if found[0][1] else UNKNOWN_MATTERS):
-            continue
         calls = [call for chain, _, _ in found for call in chain.worked]
-        yield _finding(reading, places, calls, found[0][0].each, found[0][1], gain)
+        saves = reading.gain("fusible", gain, [call.node for call in calls])
+        if saves[0] >= (MATTERS if found[0][1] else UNKNOWN_MATTERS):
+            yield _finding(reading, places, calls, found[0][0].each, found[0][1], saves)
 
 
 def saved(reading: Reading, chain: Chain, fused: Fused | None) -> float:
@@ -215,20 +215,20 @@ def _finding(
     calls: Sequence[OperatorCall],
     each: float,
     fused: Fused | None,
-    gain: float,
+    saves: tuple[float, float],
 ) -> Finding:
     worst = costliest(calls)
     numbers = sorted(line for _, line in places)
-    lines = f"lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "this line"
+    lines = f"Lines {numbers[0]} to {numbers[-1]} call" if len(numbers) > 1 else "This line calls"
     names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in calls))
     forward, backward = (sum(getattr(call, way) for call in calls) for way in ("forward", "backward"))
-    instead = f"OperatorCall {fused.instead}" if fused else "Compile the function with torch.compile"
+    instead = f"Call {fused.instead}" if fused else "Compile the function with torch.compile"
     return reading.finding(
         f"{each:.0f} small operators do what one can",
         worst.place,
-        f"{lines[0].upper()}{lines[1:]} call {names}: {milliseconds(forward)} forward and {milliseconds(backward)}"
+        f"{lines} {names}: {milliseconds(forward)} forward and {milliseconds(backward)}"
         " backward, and each of them reads and writes all elements again.",
         f"{instead}, which reads and writes them once.",
-        (0.87 * gain, 1.1 * gain),
+        saves,
         [call.node for call in calls],
     )

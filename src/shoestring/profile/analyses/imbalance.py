@@ -46,12 +46,13 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             or checkpointed[call.node]
         ):
             continue  # the backward pass of checkpointed activations runs the forward pass again
-        forward, backward = call.forward / call.count, call.backward / call.count
+        forward, backward = call.forward / call.count, call.backward / max(call.count, call.evaluated)
         usual = _usual(reading, call, forward)
         if backward < FAR * usual.backward + ALONE * max(usual.slower, 1.0) and call.name != "aten::index":
             continue
         gain = (backward - usual.backward + max(forward - usual.forward, 0.0)) * call.count
-        if reading.share(0.85 * gain) < MATTERS:
+        saves = reading.gain("imbalance", gain, [call.node])
+        if saves[0] < MATTERS:
             continue
         yield reading.finding(
             f"the gradient of {call.name.removeprefix('aten::')} takes {backward / max(forward, 1):.1f} times as long"
@@ -60,7 +61,7 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             f"{call.count} calls take {milliseconds(call.forward)} forward and {milliseconds(call.backward)} backward;"
             f" {milliseconds(usual.backward * call.count)} backward would be usual.",
             usual.advice,
-            (0.87 * gain, 1.05 * gain),
+            saves,
             [call.node],
         )
 
@@ -81,7 +82,7 @@ def _written_slices(reading: Reading) -> Iterator[Finding]:
         call.place,
         f"{count} gradients of writes in place take {milliseconds(taken)}, {reading.share(taken):.0%} of the time.",
         "Collect the parts in a list and join them once, with torch.stack or torch.cat.",
-        (0.85 * gain, 1.08 * gain),
+        reading.gain("imbalance", gain, [call.node]),
         [call.node],
     )
 

@@ -15,7 +15,7 @@ LAYOUTS = frozenset({"aten::contiguous", "aten::clone", "aten::reshape"})
 
 def conversions(reading: Reading) -> Iterator[Finding]:
     """Conversions of which two or more follow each other in what one function does."""
-    copies = _copying(reading)
+    copies = copying(reading)
     changing = [call for call in reading.calls if copies[call.node] and call.place[0]]
     yield from _types(reading, [call for call in changing if call.name in TYPES])
     functions: dict[tuple[str, int], list[OperatorCall]] = {}
@@ -39,7 +39,7 @@ def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
             yield from _function(reading, "data type", group)
 
 
-def _copying(reading: Reading) -> np.ndarray:
+def copying(reading: Reading) -> np.ndarray:
     """Which nodes copy, themselves or below."""
     tree = reading.tree
     copying = np.array([name in ("aten::copy_", "aten::_to_copy", "aten::clone") for name in tree.names])[tree.name]
@@ -56,7 +56,9 @@ def _function(reading: Reading, kind: str, calls: list[OperatorCall]) -> Iterato
         return
     taken = sum(call.forward + call.backward for call in calls)
     gain = taken + reading.python_of({call.place for call in calls}, sum(call.count for call in calls))
-    if reading.share(0.87 * gain) < MATTERS:
+    nodes = [call.node for call in calls]
+    saves = reading.gain("layout", gain, nodes)
+    if saves[0] < MATTERS:
         return
     places: dict[Place, None] = dict.fromkeys(call.place for call in sorted(calls, key=lambda call: call.place))
     lines = ", ".join(str(line) for _, line in places)
@@ -66,6 +68,6 @@ def _function(reading: Reading, kind: str, calls: list[OperatorCall]) -> Iterato
         f"{sum(call.count for call in calls)} conversions on {'lines' if len(places) > 1 else 'line'} {lines} take"
         f" {milliseconds(taken)}, forward and backward.",
         f"Keep one {kind} throughout: convert once, before the loop or at the model's inputs.",
-        (0.9 * gain, 1.16 * gain),
-        [call.node for call in calls],
+        saves,
+        nodes,
     )

@@ -62,6 +62,6 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
         place,
         f"{reading.share(taken):.0%} of the time passes until the next batch is there ({milliseconds(taken)}){where}.",
         how,
-        (0.87 * taken, 1.06 * taken),
+        reading.gain("loading", taken, nodes),
         nodes,
     )

@@ -56,8 +56,8 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
         [(f"{kind} single", parameters)], taken / steps, _mean_elements(reading, updated)
     )
     after = slower * parameters * costs.nanoseconds(f"{kind} {way}", "forward", elements)
-    gain = taken - after * steps
-    if reading.share(0.87 * gain) < MATTERS:
+    saves = reading.gain("optimizer", taken - after * steps, [node])
+    if saves[0] < MATTERS:
         return
     yield reading.finding(
         "the optimizer updates each parameter by itself",
@@ -65,7 +65,7 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
         f"{steps} steps of {name} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
         f" {sum(counts.values()) / steps:.0f} operators a step for about {parameters:.0f} parameters.",
         f"Pass {way}=True to {name}, which updates all parameters in one call.",
-        (0.87 * gain, min(1.1 * gain, taken)),
+        saves,
         [node],
     )
 
@@ -102,8 +102,9 @@ def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCal
     after = parameters * each * len(computing)
     if any("sqrt" in call.name for call in calls):
         after = parameters * slower * costs.nanoseconds("Adam fused", "forward", elements)
-    gain = taken + python - after
-    if reading.share(0.87 * gain) < MATTERS:
+    nodes = [call.node for call in calls]
+    saves = reading.gain("optimizer", taken + python - after, nodes)
+    if saves[0] < MATTERS:
         return
     names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in computing))
     yield reading.finding(
@@ -112,6 +113,6 @@ def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCal
         f"{names} run for {parameters / reading.steps:.0f} tensors a step and take {milliseconds(taken)}, besides what"
         " Python takes between them.",
         "Update all tensors in one call: a fused optimizer of torch.optim, or torch._foreach_ operators.",
-        (0.87 * gain, 1.12 * gain),
-        [call.node for call in calls],
+        saves,
+        nodes,
     )

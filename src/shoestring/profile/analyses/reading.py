@@ -12,9 +12,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shoestring.profile.analyses import costs
+from shoestring.profile.analyses import costs, gains
+from shoestring.profile.analyses.statements import Text
 from shoestring.profile.findings import Finding
-from shoestring.profile.lines import in_backward, nearest_lines
+from shoestring.profile.lines import in_backward, nearest_lines, without_imports
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals
 
@@ -29,7 +30,7 @@ MOST = 0.85
 Place = tuple[str, int]
 
 _STEP = "Optimizer.step#"
-_TENSOR = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]((?: channels_last\w*| strided)?)")
+_TENSOR = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]((?: channels_last\w*| (?:not )?strided)?)( [a-z]+)?")
 
 _TRACING = re.compile(
     r"/torch/_dynamo/convert_frame\.py\t|/torch/jit/_trace\.py\t_?trace|/torch/fx/_symbolic_trace\.py\t|"
@@ -48,13 +49,14 @@ class TensorKind:
     elements: int
     layout: str
     """`channels_last`, `strided` or, where it is contiguous, nothing."""
+    device: str = "cpu"
 
 
 def tensors_of(text: str) -> list[TensorKind]:
     """The tensors in a text such as `float32[8,64], float32[64] strided`."""
     return [
-        TensorKind(dtype, math.prod(map(int, filter(None, sizes.split(",")))), layout.strip())
-        for dtype, sizes, layout in _TENSOR.findall(text)
+        TensorKind(dtype, math.prod(map(int, filter(None, sizes.split(",")))), layout.strip(), device.strip() or "cpu")
+        for dtype, sizes, layout, device in _TENSOR.findall(text)
     ]
 
 
@@ -72,6 +74,8 @@ class OperatorCall:
     forward: int
     backward: float
     """Of its gradient, with the engine's part of it."""
+    evaluated: int
+    """How often its gradient was computed."""
     modules: int
     """Modules of torch.nn between the line and the operator: 1 for `self.linear(x)`, more within nn.Sequential."""
     direct: bool
@@ -111,9 +115,10 @@ class Reading:
         self.profile = profile
         self.tree: CallTree = profile.tree
         self._sources: dict[str, list[str]] = {}
-        self.total = max(int(self.tree.inclusive[0]), 1)
+        self._syntax: dict[str, Text | None] = {}
+        self.total = max(without_imports(self.tree), 1)
         """Nanoseconds."""
-        self.lines: Integers = nearest_lines(self.tree)
+        self.lines: Integers = nearest_lines(self.tree, profile.facts.inside)
         """Of each node the line of the program, as a node."""
         self.behind: NDArray[np.bool_] = in_backward(self.tree)
 
@@ -140,6 +145,9 @@ class Reading:
             above = int(tree.parent[node])
             inside[node] |= inside[above]
             modules[node] = modules[above] + is_module[node]
+        evaluated = np.zeros(len(tree), np.int64)
+        linked = np.flatnonzero((tree.kind == NodeKind.BACKWARD) & (tree.link[tree.parent] >= 0))
+        np.add.at(evaluated, tree.link[tree.parent[linked]], tree.count[linked])
         flops, graphed = totals(tree.parent, tree.flops), totals(tree.parent, tree.graphed)
         outermost = (tree.kind == NodeKind.OPERATOR) & ~inside[tree.parent] & ~self.behind & ~self.traced
         for node in np.flatnonzero(outermost & (tree.count > 0)).tolist():
@@ -153,7 +161,8 @@ class Reading:
                     frame=frame,
                     count=int(tree.count[node]),
                     forward=int(tree.inclusive[node]),
-                    backward=float(self._backward[node]),
+                    backward=float(self.gradients[node]),
+                    evaluated=int(evaluated[node]),
                     modules=int(modules[node] - modules[line]) if line >= 0 else 0,
                     direct=int(tree.parent[node]) == line,
                     arguments=tree.names[tree.inputs[node]],
@@ -199,8 +208,8 @@ class Reading:
         return max(statistics.median(ratios), 1.0) if ratios else 1.0
 
     @cached_property
-    def _backward(self) -> NDArray[np.float64]:
-        """Of the gradients of each node and all below, with what the engine spends on them."""
+    def gradients(self) -> NDArray[np.float64]:
+        """Nanoseconds of the gradients of each node and all below, with what the engine spends on them."""
         tree = self.tree
         linked, below = np.zeros(len(tree)), np.zeros(len(tree))
         links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0))
@@ -275,6 +284,13 @@ class Reading:
         lines = self._sources[place[0]]
         return lines[place[1] - 1] if 0 < place[1] <= len(lines) else ""
 
+    def syntax(self, file: str) -> Text | None:
+        """The statements of a file; None where the profile does not have it."""
+        if file not in self._syntax:
+            source = self.profile.sources.get(file, "")
+            self._syntax[file] = Text.of(source) if source else None
+        return self._syntax[file]
+
     def below(self, node: int) -> NDArray[np.bool_]:
         """Which nodes are a node or below it."""
         inside = np.zeros(len(self.tree), bool)
@@ -297,20 +313,29 @@ class Reading:
         """Of the whole time."""
         return nanoseconds / self.total
 
+    def gain(self, analysis: str, saved: float, nodes: Sequence[int] = ()) -> tuple[float, float]:
+        """Least and most of the time that a change saves.
+
+        Args:
+            saved: nanoseconds, as estimated.
+            nodes: those whose times, which are not the same in every run, the estimate is of.
+        """
+        tree, chosen = self.tree, list(nodes)
+        count = np.maximum(tree.count[chosen], 1)
+        of_calls = np.maximum(tree.squares[chosen] - tree.inclusive[chosen].astype(float) ** 2 / count, 0).sum()
+        spread = math.sqrt(float(of_calls + tree.own_variance[chosen].sum()))
+        return gains.interval(analysis, self.share(saved), self.share(min(spread, saved)))
+
     def finding(
         self,
         title: str,
         place: Place,
         evidence: str,
         advice: str,
-        saves: tuple[float, float] | None,
+        gain: tuple[float, float] | None,
         nodes: Sequence[int] = (),
     ) -> Finding:
-        """A finding whose change saves between two times, in nanoseconds."""
-        gain = None
-        if saves is not None:
-            least, most = (float(np.clip(self.share(saved), 0.0, 0.99)) for saved in saves)
-            gain = (least, max(least, most))
+        """A finding whose change saves this interval of the time."""
         return Finding(
             title=title, file=place[0], line=place[1], evidence=evidence, advice=advice, gain=gain, nodes=tuple(nodes)
         )
@@ -318,7 +343,7 @@ class Reading:
 
 def milliseconds(nanoseconds: float) -> str:
     """In a sentence."""
-    return f"{nanoseconds / 1e6:.3g} ms"
+    return f"{nanoseconds / 1e6:,.0f} ms" if nanoseconds >= 1e9 else f"{nanoseconds / 1e6:.3g} ms"
 
 
 def costliest(calls: Iterable[OperatorCall]) -> OperatorCall:

@@ -37,7 +37,8 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
         at_place = np.array([reading.place(node) == place for node in range(len(tree))])
         looked = 0.7 * tree.inclusive[reading.matching(_LOOKUP) & at_place].sum()
         gain = (taken + looked) * (1 - 1 / times)
-        if reading.share(0.87 * gain) < MATTERS:
+        saves = reading.gain("retracing", gain, nodes)
+        if saves[0] < MATTERS:
             continue
         yield reading.finding(
             "the same code is traced or compiled again and again",
@@ -46,7 +47,7 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
             f"{_reason(reading)}.",
             "Compile once, outside of the loop; keep shapes, types and Python values that the code depends on fixed"
             " (pad, or mark them dynamic).",
-            (0.87 * gain, 1.08 * gain),
+            saves,
             nodes,
         )
 

@@ -40,7 +40,9 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
     python = max(reading.python.get(place, 0) + _loop_itself(reading, small), called * 400)
     gain = taken + python
     on_accelerator = reading.profile.facts.device not in ("", "cpu")
-    if reading.share(0.85 * gain) < MATTERS:
+    nodes = [call.node for call in small]
+    saves = reading.gain("synchronization", gain, nodes)
+    if saves[0] < MATTERS:
         return
     cost = f"they take {milliseconds(taken)}, and Python takes {milliseconds(python)} on this line"
     also = "; each waits until the accelerator has finished" if on_accelerator else ""
@@ -49,8 +51,8 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
         place,
         f"{count} values are taken on this line, {count / reading.steps:.0f} a step: {cost}{also}.",
         "Compute on whole tensors and take the result out once (item(), tolist()), outside of the loop.",
-        None if on_accelerator else (0.88 * gain, 1.07 * gain),
-        [call.node for call in small],
+        None if on_accelerator else saves,
+        nodes,
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
-from shoestring.profile.lines import by_line
+from shoestring.profile.lines import by_line, import_time, without_imports
 from shoestring.profile.recording import Facts, Profile
-from shoestring.profile.summary import by_operator, code, command, seconds, waits
+from shoestring.profile.summary import by_operator, code, command, notes, seconds, waits
 from shoestring.profile.view import payload
 from shoestring.profile.view.steps import steps
 from shoestring.report.document import PageFrame, document, packaged, save
@@ -48,7 +48,7 @@ def write(profile: Profile, path: Path) -> Path:
     """
     tree, inside = profile.tree, profile.facts.inside
     lines = {place: line.total for place, line in by_line(tree, inside).items()}
-    total = max(int(tree.inclusive[0]), 1)
+    total = max(without_imports(tree), 1)
     order = sorted(lines, key=lambda place: -lines[place])
     rows = [
         [
@@ -160,13 +160,16 @@ def _findings(findings: Sequence[Finding], sources: Mapping[str, str]) -> Markup
 
 def _strip(profile: Profile) -> Markup:
     tree, facts = profile.tree, profile.facts
-    python = tree.own[tree.kind == 1].sum()
+    python, imported = tree.own[tree.kind == 1].sum(), import_time(tree)
     return _facts(
         {
             "Time": f"{facts.seconds:.2f} s",
             "In operators, on all threads": seconds(tree.inclusive[0] - python - tree.own[0]),
-            "In Python outside of them": seconds(python),
+            "In Python outside of them": seconds(python - imported),
+            "Importing packages, in no share": seconds(imported) if imported else "",
             "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
+            "Processor time of all threads": f"{facts.processor:.2f} s" if facts.processor else "",
+            "Threads of an operator": f"{facts.threads} on {facts.cores} cores" if facts.threads else "",
             "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
             "Ranks": str(len(profile.ranks.labels)) if profile.ranks else "",
             "Time with operators recorded": f"{facts.share:.1%}" if facts.share < 1 else "",
@@ -214,11 +217,11 @@ def _source(sources: Mapping[str, str], head: Sequence[str]) -> Markup:
 
 
 def _notes(facts: Facts) -> Markup:
-    notes = [line for line, _ in waits(facts)]
-    if facts.lost:
-        notes.append(f"{facts.lost:,} calls found no room in the tree; they are in no line.")
-    notes.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
-    return _section("Notes", tag("ul", *(tag("li", note) for note in notes if note)))
+    shown = [*notes(facts), *(line for line, _ in waits(facts))]
+    if facts.collector != "native":
+        shown.append(f"Operators were recorded by {facts.collector}.")
+    shown.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
+    return _section("Notes", tag("ul", *(tag("li", note) for note in shown if note)))
 
 
 def _section(title: str, *children: str) -> Markup:

@@ -1,0 +1,92 @@
+"""What the text of a program says of its lines: loops, functions, and what an expression depends on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+Loop = ast.For | ast.While | ast.AsyncFor
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file of the program."""
+
+    module: ast.Module
+
+    @staticmethod
+    def of(source: str) -> Text | None:
+        """None where it is no Python of this version."""
+        try:
+            return Text(ast.parse(source))
+        except (SyntaxError, ValueError):
+            return None
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Of each part of the text what it is in."""
+        return {child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)}
+
+    @cached_property
+    def statements(self) -> list[Simple]:
+        """Those that contain no others."""
+        return [node for node in ast.walk(self.module) if isinstance(node, Simple)]
+
+    def at(self, line: int) -> Simple | None:
+        """The simple statement that a line is of."""
+        return next((each for each in self.statements if each.lineno <= line <= (each.end_lineno or 0)), None)
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What contains it, from within."""
+        while (above := self.parents.get(node)) is not None:
+            yield above
+            node = above
+
+    def function(self, node: ast.AST) -> Function | ast.Module:
+        """The innermost function, or the module, that contains it."""
+        return next((each for each in self.around(node) if isinstance(each, Function)), self.module)
+
+    def loop(self, node: ast.AST) -> Loop | None:
+        """The innermost loop of the same function that contains it."""
+        for each in self.around(node):
+            if isinstance(each, Function | ast.Lambda):
+                return None
+            if isinstance(each, Loop):
+                return each
+        return None
+
+
+def names_read(node: ast.AST) -> set[str]:
+    """Names whose values an expression depends on."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+
+
+def names_written(node: ast.AST) -> set[str]:
+    """Names that may have another value, or other contents, after a statement: assigned, or changed in place."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign):
+            found |= {name for target in each.targets for name in names_read(target)}
+        elif isinstance(each, ast.AugAssign):
+            found |= names_read(each.target)
+        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and _changes(each.func.attr):
+            found |= names_read(each.func.value)
+    return found
+
+
+def _changes(method: str) -> bool:
+    in_place = method.endswith("_") and not method.endswith("__")
+    return in_place or method in {"append", "extend", "update", "add", "insert", "pop", "clear", "step", "backward"}
+
+
+def called(node: ast.AST) -> set[str]:
+    """Last names of the functions and methods that are called."""
+    return {
+        each.func.attr if isinstance(each.func, ast.Attribute) else each.func.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute | ast.Name)
+    }

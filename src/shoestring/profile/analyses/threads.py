@@ -1,0 +1,66 @@
+"""Thread over-subscription: more threads compute than there are cores, and wait for each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from shoestring.profile.analyses.reading import Place, Reading
+from shoestring.profile.analyses.statements import called
+from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind
+
+SHARE = 0.2
+"""Of the time, what operators take at least."""
+TOO_MANY = 1.5
+"""Threads that want to run for each core, at least."""
+
+
+def too_many_threads(reading: Reading) -> Iterator[Finding]:
+    """The line that sets too many threads, or what runs in too many threads of the program's own."""
+    facts = reading.profile.facts
+    calls = [call for call in reading.calls if call.place[0]]
+    taken = sum(call.time for call in calls)
+    if not facts.cores or not facts.threads or reading.share(taken) < SHARE:
+        return
+    beside = max(1.0, reading.total / 1e9 / max(facts.seconds - facts.overhead, 1e-9))
+    wanted = facts.threads if beside < TOO_MANY else facts.threads * beside
+    if wanted < TOO_MANY * facts.cores:
+        return
+    own = "" if beside < TOO_MANY else f", in {beside:.1f} threads of the program at a time"
+    setting = _setting(reading)
+    if setting is None and beside >= TOO_MANY:
+        setting = max(calls, key=lambda call: call.time).place
+    yield reading.finding(
+        "more threads compute than there are cores",
+        setting or ("", 0),
+        f"torch used {facts.threads} threads for an operator{own}, on {facts.cores} cores.",
+        "Set as many threads for an operator (torch.set_num_threads, OMP_NUM_THREADS) as there are cores for each"
+        " process or thread that computes.",
+        None,
+        [call.node for call in sorted(calls, key=lambda call: -call.time)[:3]],
+    )
+
+
+def _setting(reading: Reading) -> Place | None:
+    """The line of the program that sets too large a number of threads."""
+    tree, found = reading.tree, list[Place]()
+    ran = {tree.names[name] for name in set(tree.name[tree.kind == NodeKind.PYTHON].tolist())}
+    functions = {(name.partition("\t")[0], name.rpartition(".")[2].rpartition("\t")[2]) for name in ran}
+    for file in reading.profile.sources:
+        text = reading.syntax(file)
+        for node in ast.walk(text.module) if text else ():
+            if not (isinstance(node, ast.Call) and "set_num_threads" in called(node) and node.args):
+                continue
+            assert text is not None
+            within = (file, getattr(text.function(node), "name", "<module>"))
+            if within in functions and _large(node.args[0], reading.profile.facts.cores):
+                found.append((file, node.lineno))
+    return min(found, default=None)
+
+
+def _large(number: ast.expr, cores: int) -> bool:
+    """Whether a number of threads may be too large; a name alone is usually what there was before."""
+    if isinstance(number, ast.Constant):
+        return isinstance(number.value, int) and number.value > cores
+    return not isinstance(number, ast.Name)
