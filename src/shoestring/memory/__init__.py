@@ -1,51 +1,66 @@
-"""Less memory at the peak, for more time."""
+"""Less memory at the peak, for more time; and what the peak is of."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Reduction, Seam
+from shoestring.memory.settings.broker import Broker
+from shoestring.memory.settings.chunked_loss import ChunkedLoss
+from shoestring.memory.settings.lora import LoRA
+from shoestring.memory.settings.offload import Offload
+from shoestring.memory.settings.recompute import Recompute
+from shoestring.memory.settings.tracing import Tracing
+from shoestring.memory.settings.zero import Zero
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
-    from shoestring.core.trace import Trace
+    from shoestring.memory.tracing.recording import MemoryProfile
 
-__all__ = ["Recompute"]
+__all__ = ["Broker", "ChunkedLoss", "LoRA", "Offload", "Recompute", "TracedMemory", "Tracing", "Zero", "load", "traced"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recompute(Feature):
-    """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
+class TracedMemory:
+    """What `traced` hands out: its profile once the block has ended."""
 
-    every: int = 1
-    """Interval between recomputed blocks of the model: 1 recomputes every block, which takes the least memory and the
-    most time; 2 recomputes every second one."""
+    profile: MemoryProfile
 
-    seams: ClassVar = (Seam.MODEL,)
+    def __str__(self) -> str:
+        from shoestring.memory.tracing.summary import summary
 
-    def check(self, job: Job) -> None:
-        from shoestring.models.blocks import repeated
+        return "\n".join(summary(self.profile))
 
-        if self.every < 1:
-            raise ConfigError(f"`{self.name}.every` must be at least 1, got {self.every}")
-        if not repeated(job.model):
-            raise ConfigError(
-                f"{self.name} finds no blocks in {type(job.model).__name__}", hint="put its layers in an nn.ModuleList"
-            )
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.memory.recompute import recompute
+@contextmanager
+def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
+    """Name every allocation of torch within, on all threads; what was recorded is saved also where that raises.
 
-        recompute(job, self.every)
+    Tensors that are there already are watched, too. What is recorded has a bound: only the steps with the highest peak
+    are kept, of each device one. Losses and weights are the same bits with it.
 
-    def reduction(self, trace: Trace) -> Reduction | None:
-        blocks, treated = trace.facts["blocks"], trace.facts["recomputed_blocks"]
-        return Reduction(
-            unit="blocks whose activations are held",
-            used=blocks - treated,
-            without=blocks,
-            measured=False,
-            cost=f"{treated:.0f} of {blocks:.0f} blocks run forward twice",
-        )
+    Args:
+        path: of a file to write, NAME.npz; `shoestring memory view` shows it as a page.
+
+    Raises:
+        CompileError: there is no C++ compiler, or Python's headers are missing.
+        RuntimeError: allocations are being recorded already, or another library has replaced torch's allocator.
+        OSError: the file cannot be written.
+    """
+    from shoestring.memory.tracing.recorder import AllocationRecorder
+
+    result, recorder = TracedMemory(), AllocationRecorder()
+    recorder.start()
+    try:
+        yield result
+    finally:
+        result.profile = recorder.stop()
+        if path is not None:
+            result.profile.save(Path(path))
+
+
+def load(path: Path | str) -> MemoryProfile:
+    """The recording in a file; DataError where there is none, or it is damaged."""
+    from shoestring.memory.tracing.recording import load
+
+    return load(Path(path))

@@ -1,0 +1,27 @@
+"""The command line of memory's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import Deadline, main
+from benchmarks.memory import broker, lora, offload, prediction, tracing, zero
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and what the package's docstring says."""
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--budget", type=float, default=float("inf"))
+    flags.add_argument("--runs", type=Path, default=lora.RUNS)
+    known, rest = flags.parse_known_args(argv)
+    deadline = Deadline(60 * known.budget)
+    ours = (tracing.rows, prediction.rows, zero.rows, offload.rows, broker.rows)
+    parts = (*ours, lambda: lora.rows(known.runs, deadline))
+    return main("memory", lambda: [bar for rows in parts for bar in rows()], rest)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

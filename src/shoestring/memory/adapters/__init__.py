@@ -1,0 +1,1 @@
+"""Adapters of low rank beside the frozen layers of a model."""

@@ -1,0 +1,1 @@
+"""SharedHost memory divided among the processes of a host, which agree through files that each of them keeps locked."""

@@ -1,0 +1,1 @@
+"""Settings of the features of `memory`, free of torch."""

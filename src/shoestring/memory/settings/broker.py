@@ -1,0 +1,88 @@
+"""One host, several tenants: host memory that all processes of a host agree on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.world import World
+    from shoestring.memory.broker.tenant import BrokeredMemory
+
+_LONGEST_WAIT = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broker(Feature):
+    """A broker of host memory: processes of one host lease what they need, and call back what is less urgent."""
+
+    folder: str = "/dev/shm"
+    """Folder in memory in which the processes of a host keep their records. Processes find each other where this is
+    the same folder, so containers that share a host need a common one."""
+    shared: bool = False
+    """Share the host with the processes of other users; otherwise only this user's processes see each other."""
+    tenant: str = ""
+    """Name of this process for people who look at who holds the host's memory; defaults to its command."""
+    share: float = 1.0
+    """Weight of this job among jobs on the same host: where leases of one priority do not all fit, each job has a part
+    in proportion to its weight. The ranks of a job on one host divide it."""
+    reserve: float = 0.1
+    """Fraction of the memory of the host, and of each cgroup, that leases leave free. A larger reserve guards better
+    against programs that take memory without a lease; a smaller one leaves more to leases."""
+    wait: float = 5.0
+    """Longest time in seconds that memory which training cannot do without waits for others to give back theirs. It is
+    granted afterwards in any case."""
+
+    seams: ClassVar = (Seam.MODEL,)
+
+    def arrange(self, world: World) -> World:
+        from shoestring.memory.broker.tenant import BrokeredMemory, Terms
+
+        name = self.tenant or _command()
+        terms = Terms(
+            self.place,
+            shared=self.shared,
+            tenant=f"{name} rank {world.rank}" if world.size > 1 else name,
+            share=self.share / world.local_size,
+            reserve=self.reserve,
+            wait=self.wait,
+        )
+        if isinstance(world.memory, BrokeredMemory) and world.memory.terms == terms:
+            return world
+        memory = BrokeredMemory(world.memory.budget, dict(world.memory.leases), terms=terms)
+        return replace(world, memory=memory)
+
+    @property
+    def place(self) -> Path:
+        """The folder of the records inside of `folder`."""
+        if self.shared:
+            return Path(self.folder, "shoestring-broker")
+        return Path(self.folder, f"shoestring-{os.geteuid()}", "broker")
+
+    def check(self, job: Job) -> None:
+        if not 0 < self.share <= 1000:
+            raise ConfigError(f"`{self.name}.share` must be above 0 and at most 1000, got {self.share}")
+        if not 0 <= self.reserve < 1:
+            raise ConfigError(f"`{self.name}.reserve` must be at least 0 and below 1, got {self.reserve}")
+        if not 0 <= self.wait <= _LONGEST_WAIT:
+            raise ConfigError(f"`{self.name}.wait` must be from 0 to {_LONGEST_WAIT:g} seconds, got {self.wait}")
+        if not Path(self.folder).is_dir():
+            hint = "name a folder in memory that the processes of this host share"
+            raise ConfigError(f"`{self.name}.folder`: there is no folder `{self.folder}`", hint=hint)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        memory: BrokeredMemory = job.world.memory  # pyright: ignore[reportAssignmentType]  # see `arrange`
+        memory.join()
+        job.exits.callback(memory.leave)
+
+
+def _command() -> str:
+    import sys
+
+    return Path(sys.argv[0]).name or "python"

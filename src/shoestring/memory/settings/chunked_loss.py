@@ -1,0 +1,56 @@
+"""Cross-entropy in chunks: the logits of a whole batch are never held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.feature import Feature, Reduction, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss(Feature):
+    """Cross-entropy in chunks of tokens: the head and the loss are computed, forward and backward, for some tokens at a
+    time, so that the logits of a batch, often its largest tensors, are never held."""
+
+    tokens: int = 1024
+    """Tokens whose logits are held at a time; fewer take less memory, and below some hundred also more time."""
+
+    seams: ClassVar = (Seam.MODEL, Seam.LOSS)
+
+    def check(self, job: Job) -> None:
+        from shoestring.core.task import cross_entropy
+        from shoestring.memory.chunked_loss import head_of
+
+        if self.tokens < 1:
+            raise ConfigError(f"`{self.name}.tokens` must be at least 1, got {self.tokens}")
+        if job.loss is not cross_entropy:
+            raise ConfigError(f"`{self.name}` computes the cross-entropy, and this run has a loss of its own")
+        for other in job.features:
+            if other is not self and Seam.LOSS in other.seams:
+                raise ConflictError(f"`{other.name}` needs logits for its loss, which `{self.name}` never holds")
+        if head_of(job.module) is None:
+            hint = "it must be `head`, `lm_head`, or what `get_output_embeddings` returns"
+            raise ConfigError(f"`{self.name}` finds no linear head in {type(job.module).__name__}", hint=hint)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.memory.chunked_loss import LossInHead
+
+        in_head = job.carry(self, lambda: LossInHead(job, self.tokens))
+        if seam is Seam.LOSS:
+            job.loss = in_head.loss
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        used, without = trace.facts.get("chunk_tokens", 0), trace.facts.get("loss_tokens", 0)
+        return Reduction(
+            unit="tokens whose logits are held",
+            used=used,
+            without=without,
+            measured=True,
+            cost="none but the launches of more, smaller kernels",
+        )

@@ -1,0 +1,115 @@
+"""Low-rank adapters: fine-tuning that trains a fraction of a percent of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.feature import Feature, Reduction, Seam
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(Feature):
+    """Low-rank adapters (LoRA, Hu et al., 2021; DoRA, Liu et al., 2024): train two thin matrices beside each linear
+    layer and freeze the model itself, so that gradients and optimizer state are those of the adapters alone."""
+
+    layers: tuple[str, ...] = ()
+    """Patterns of the names of the linear layers to adapt, such as `blocks.*.attention.*`; by default all linear layers
+    of the blocks, and neither embeddings nor the head."""
+    rank: int = 16
+    """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
+    takes more memory."""
+    alpha: float = 32.0
+    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Probability with which an input of an adapter is zeroed in training, which helps on small data sets."""
+    dora: bool = False
+    """Train the length of each row of the weight beside its direction (DoRA): often closer to full fine-tuning at low
+    ranks, and slower."""
+    base_bits: Literal[0, 16, 8, 4] = 0
+    """Bits of the frozen weights: 16 stores the model in bfloat16; 8 or 4 round the linear layers of the blocks to
+    integers with a scale for every 32 of them (QLoRA), and leave the rest as it is; 0 leaves all as it is. Fewer bits
+    take less memory; rounding costs some loss, and the weights are dequantised for each product, which costs time."""
+    adapter: str = ""
+    """Folder of an adapter in PEFT's format to train further, which then sets rank, scale and layers; by default
+    adapters are new and change nothing at first."""
+    merge: bool = True
+    """Write the model with the adapters merged into its weights at the end of the run; false writes the adapters alone,
+    which are small."""
+    seed: int = 0
+    """Seed of the initial values of the adapters."""
+
+    seams: ClassVar = (Seam.MODEL,)
+    adds_parameters: ClassVar = True
+
+    def check(self, job: Job) -> None:
+        from shoestring.memory.adapters.layers import choose
+
+        if self.rank < 1:
+            raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
+        if not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"`{self.name}.alpha` must be a positive number, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"`{self.name}.dropout` is a probability in [0, 1), got {self.dropout}")
+        if self.adapter and self.layers:
+            hint = f"remove `{self.name}.layers`"
+            raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
+        choice = choose(job.module, self.layers)
+        if not choice.adapted and not self.adapter:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.left.items())[:3])
+            what = "can adapt none of the layers" if choice.left else "matches no linear layer"
+            raise ConfigError(
+                f"`{self.name}.layers` {what}" + (f": {reasons}" if reasons else f" of {type(job.module).__name__}"),
+                hint=f"name layers by patterns; there are {choice.examples}",
+            )
+        for other in job.features:
+            if other is not self and other.adds_parameters:
+                raise ConflictError(f"`{self.name}` freezes the model, and `{other.name}` adds parameters to it")
+
+    @property
+    def places_model(self) -> bool:
+        """Whether it moves the model to the device itself, layer by layer, because the whole might not fit."""
+        return self.base_bits > 0
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.memory.adapters.attached import attach
+
+        attach(job, self)
+
+    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        from shoestring.memory.adapters.leaving import merged
+
+        return merged(weights, kept[self.name])
+
+    def explain(self, job: Job) -> str:
+        from shoestring.memory.adapters.layers import sizes
+
+        if self.adapter:
+            return f"trains the adapter in `{self.adapter}` further"
+        facts = job.trace.facts
+        if "adapted_layers" not in facts:  # `shoestring check` attaches nothing
+            facts = sizes(job.module, self.layers, self.rank)
+        base = f" of {self.base_bits} bits" if self.base_bits else ""
+        return (
+            f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank} in {facts['adapted_layers']:,.0f} linear layers: "
+            f"{facts['adapter_parameters']:,.0f} parameters are trained beside {facts['frozen_parameters']:,.0f} "
+            f"frozen ones{base}"
+        )
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        trained, frozen = trace.facts["adapter_parameters"], trace.facts["frozen_parameters"]
+        return Reduction(
+            unit="parameters with gradients and optimizer state",
+            used=trained,
+            without=frozen,
+            measured=False,
+            cost="the model can only change by matrices of low rank",
+        )

@@ -1,0 +1,49 @@
+"""Activation checkpointing: blocks whose activations are computed again instead of held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature, Reduction, Seam
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Feature):
+    """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
+
+    every: int = 1
+    """Interval between recomputed blocks of the model: 1 recomputes every block, which takes the least memory and the
+    most time; 2 recomputes every second one."""
+
+    seams: ClassVar = (Seam.MODEL,)
+
+    def check(self, job: Job) -> None:
+        from shoestring.models.blocks import repeated
+
+        if self.every < 1:
+            raise ConfigError(f"`{self.name}.every` must be at least 1, got {self.every}")
+        if not repeated(job.model):
+            raise ConfigError(
+                f"{self.name} finds no blocks in {type(job.model).__name__}", hint="put its layers in an nn.ModuleList"
+            )
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.memory.recompute import recompute
+
+        recompute(job, self.every)
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        blocks, treated = trace.facts["blocks"], trace.facts["recomputed_blocks"]
+        return Reduction(
+            unit="blocks whose activations are held",
+            used=blocks - treated,
+            without=blocks,
+            measured=False,
+            cost=f"{treated:.0f} of {blocks:.0f} blocks run forward twice",
+        )

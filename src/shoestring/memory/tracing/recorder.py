@@ -1,0 +1,222 @@
+"""Records the allocations of this process while it runs, window by window, and keeps the window with the peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shoestring.memory.tracing import native_table
+from shoestring.memory.tracing.labels import ModuleNames, Named, labels, optimizer_state, own_modules, parts
+from shoestring.memory.tracing.naming import Namer, is_inside, named
+from shoestring.memory.tracing.recording import MemoryFacts, MemoryProfile, MemoryWindow, StepPeak
+
+_STEPS = 512  # entries of the list of steps, beyond which neighbours are put together
+
+
+class AllocationRecorder:
+    """Records all threads from `start` to `stop`; there is one at a time in a process.
+
+    What a window holds is named at its end, when gradients are still there, and only if its peak is the highest so far:
+    so recording costs little where steps are alike.
+
+    Args:
+        held: gives more that is held by name, such as what an owner of SHARD lets the optimizer step.
+        freed: blocks of a window that were freed to keep for its timeline; those that were alive at its peak are kept
+            in any case.
+        mimic: record what the CPU's allocator reports to profilers as if an accelerator did, for tests.
+    """
+
+    def __init__(self, held: Named | None = None, *, freed: int = 1 << 18, mimic: bool = False) -> None:
+        self.held, self.freed, self.mimic = held, freed, mimic
+        self.modules = ModuleNames()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.inputs: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.windows: dict[int, MemoryWindow] = {}
+        self.steps: dict[int, list[StepPeak]] = {}
+        self.reserved: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        self.step = 0
+        self.hooks = ExitStack()
+        self.library: Any = None
+
+    def start(self) -> None:
+        """Begin to record.
+
+        Raises:
+            CompileError: there is no compiler, or Python's headers are missing.
+            RuntimeError: allocations are being recorded already, or another library has replaced the CPU's allocator.
+        """
+        self.library = library = native_table.library()
+        refused = library.allocations_start(int(torch.cuda.is_available()), int(self.mimic), self.freed)
+        if refused:
+            holder = (
+                "being recorded in this process already" if refused == 1 else "served by another library's allocator"
+            )
+            raise RuntimeError(f"allocations are {holder}")
+        self._adopt()
+        self.modules.expect(own_modules())
+        self.optimizers.update(own_modules(Optimizer))
+        library.allocations_fold()
+        self.depth = 0
+        for hook in (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ):
+            self.hooks.callback(hook.remove)
+
+    def stop(self) -> MemoryProfile:
+        """End the recording; what was recorded since `start`."""
+        self.hooks.close()
+        self.fold()
+        counts = native_table.counts()
+        namer = Namer(self.modules)
+        facts = MemoryFacts(
+            steps={device_name(number): steps for number, steps in self.steps.items()},
+            resident=_most_resident(),
+            reserved={device_name(number): held for number, held in self.reserved.items()},
+            used={device_name(number): used for number, used in self.used.items()},
+            host=_pinned(),
+            events=counts.events,
+            failed=f"{counts.failed:,} bytes for {namer.of_context(counts.context, True)}" if counts.failed else "",
+        )
+        self.library.allocations_stop()
+        return MemoryProfile({device_name(number): window for number, window in self.windows.items()}, facts)
+
+    def fold(self) -> None:
+        """End a window, and begin another."""
+        totals = {number: native_table.device(number) for number in self._devices()}
+        higher = [
+            number
+            for number, of in totals.items()
+            if of.peak and of.peak > (self.windows[number].peak if number in self.windows else 0)
+        ]
+        if higher:
+            self._keep(higher, {number: of.event for number, of in totals.items()})
+        for number, of in totals.items():
+            if of.peak:
+                self._count(number, StepPeak(self.step, 1, of.peak, of.total))
+                if number in higher and number:
+                    self.reserved[number] = of.reserved
+                    self.used[number] = _used(number)
+        self.library.allocations_fold()
+
+    def largest(self) -> MemoryProfile:
+        """What the window that runs has had at its peak, so far."""
+        self.fold()
+        return MemoryProfile({device_name(number): window for number, window in self.windows.items()})
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        number = self.modules.number(module)
+        if number in self.modules.tops and is_inside(arguments):
+            self._note_inputs(arguments)
+        self.library.allocations_enter(number)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.library.allocations_leave(self.modules.number(module))
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self.optimizers.add(optimizer)
+        self.library.allocations_optimizer(1)
+
+    def _after_update(self, *_: Any) -> None:
+        self.library.allocations_optimizer(0)
+        self.fold()
+        self.step += 1
+
+    def _note_inputs(self, arguments: Any) -> None:
+        """Remember what the outermost module is called with."""
+        self.inputs = [(name, tensor) for name, tensor in self.inputs if tensor() is not None][-64:]
+        for index, each in enumerate(arguments):
+            if isinstance(each, Tensor):
+                self.inputs.append((f"argument {index} of the model", weakref.ref(each)))
+
+    # -- windows -----------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Watch the tensors that are there already."""
+        for tensor in own_modules(Tensor):
+            with suppress(Exception):  # of a tensor that is none, such as a fake one
+                for part in parts(tensor):
+                    if part.device.type == "cpu":
+                        self.library.allocations_adopt(part.untyped_storage()._cdata)
+
+    def _devices(self) -> range:
+        accelerators = torch.cuda.device_count() if torch.cuda.is_available() else int(self.mimic)
+        return range(1 + min(accelerators, native_table.DEVICES - 1))
+
+    def _names(self) -> Iterator[tuple[str, str, Tensor]]:
+        names: dict[int, str] = {}
+        for kind, name, tensor in self.modules.held():
+            if kind == "parameter":
+                names[id(tensor)] = name
+            yield kind, name, tensor
+        for kind, name, tensor in self.held() if self.held else ():
+            names[id(tensor)] = name
+            yield kind, name, tensor
+        yield from optimizer_state(self.optimizers, names)
+        for name, reference in self.inputs:
+            if (tensor := reference()) is not None:
+                yield "input", name, tensor
+
+    def _keep(self, numbers: Iterable[int], events: dict[int, int]) -> None:
+        blocks, namer, counts = native_table.blocks(), Namer(self.modules), native_table.counts()
+        where = labels(self._names())
+        for number in numbers:
+            columns, names = named(blocks[blocks["device"] == number], counts.begun_at, where, namer)
+            self.windows[number] = MemoryWindow(columns, names, events[number], self.step, counts.forgotten)
+
+    def _count(self, number: int, step: StepPeak) -> None:
+        steps = self.steps.setdefault(number, [])
+        steps.append(step)
+        if len(steps) > _STEPS:
+            pairs = zip(steps[::2], steps[1::2], strict=False)
+            odd = steps[-1:] if len(steps) % 2 else []
+            self.steps[number] = [
+                replace(one, steps=one.steps + other.steps, peak=max(one.peak, other.peak), after=other.after)
+                for one, other in pairs
+            ] + odd
+
+
+def device_name(number: int) -> str:
+    """What torch calls the CPU (0), and accelerator `number` - 1."""
+    return f"cuda:{number - 1}" if number else "cpu"
+
+
+def _most_resident() -> int:
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return 0
+
+
+def _used(number: int) -> int:
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info(number - 1)
+    return total - free
+
+
+def _pinned() -> dict[str, int]:
+    if not torch.cuda.is_available():
+        return {}
+    with suppress(RuntimeError, AttributeError):
+        held = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        return {"pinned host memory": int(held)} if held else {}
+    return {}

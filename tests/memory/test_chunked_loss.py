@@ -1,0 +1,150 @@
+"""The loss in chunks against torch's own, and in models whose heads make what it leaves out."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoestring.core.compose import compose
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.job import Job
+from shoestring.core.task import IGNORED
+from shoestring.core.world import World
+from shoestring.decode import Distill
+from shoestring.memory import ChunkedLoss, LoRA, Recompute
+from shoestring.memory.chunked_loss import chunked_cross_entropy
+from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.precision import Autocast
+
+
+def drawn(dtype=torch.float64, bias=True, count=(3, 7), width=6, words=11):
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()  # noqa: E731
+    targets = torch.randint(words, count, generator=generator)
+    targets[0, :3] = IGNORED
+    return (make(*count, width), make(words, width), make(words) if bias else None), targets
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 21, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_torch(tokens, bias):
+    (hidden, weight, offset), targets = drawn(bias=bias)
+    inputs = [each for each in (hidden, weight, offset) if each is not None]
+    logits = F.linear(hidden, weight, offset)
+    expected = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    found = chunked_cross_entropy(hidden, weight, offset, targets, tokens)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected / 7, inputs)
+    for one, other in zip(torch.autograd.grad(found / 7, inputs), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_nothing_of_the_size_of_all_logits_is_held():
+    inputs, targets = drawn(torch.float32, count=(4, 64), words=512)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            sizes.append(output.numel() if isinstance(output, torch.Tensor) else 0)
+            return output
+
+    with Watch():
+        chunked_cross_entropy(*inputs, targets, 16).backward()
+    assert max(sizes) <= max(16 * 512, 512 * 6)
+
+
+def test_a_frozen_head_gets_no_gradient_and_what_no_target_counts_gives_zero():
+    (hidden, weight, _), targets = drawn()
+    total = chunked_cross_entropy(hidden, weight.detach(), None, targets, 4)
+    total.backward()
+    assert hidden.grad is not None and not hidden.grad[0, :3].any() and hidden.grad[1:].all()
+    nothing = chunked_cross_entropy(hidden, weight, None, torch.full_like(targets, IGNORED), 4)
+    assert nothing.item() == 0
+    nothing.backward()
+    assert not weight.grad.any()
+
+
+# -- in models ---------------------------------------------------------------------------------------------------------
+
+
+def gpt(tied=True):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=64, dim=16, hidden=24, layers=2, heads=2, kv_heads=1, context=32, tied=tied))
+
+
+def hf_model(kind="Llama", **changes):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": False}
+    config = getattr(transformers, f"{kind}Config")(**shape | changes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def batches(form):
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    if form == "labels":
+        return {"input_ids": tokens, "labels": tokens.clone()}
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def trained(model, *features, form="targets", steps=4):
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.2)  # noqa: E731
+    with compose(Job(model, optimizer=sgd, world=World()), features) as job:
+        losses = [float(job.step(batches(form))) for _ in range(steps)]
+        total, count = job.evaluate([batches(form)])
+        return [*losses, total / count]
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (gpt, "targets"),
+        (lambda: gpt(tied=False), "labels"),
+        (hf_model, "labels"),
+        (lambda: hf_model(tie_word_embeddings=True), "labels"),
+    ],
+    ids=["tied gpt", "gpt", "llama", "tied llama"],
+)
+@pytest.mark.parametrize("more", [(), (Recompute(), LoRA(rank=2))], ids=["", "lora"])
+def test_training_is_as_without_it(make, form, more):
+    wanted = trained(make().double(), *more, form=form)
+    assert trained(make().double(), ChunkedLoss(tokens=5), *more, form=form) == pytest.approx(wanted, abs=1e-7)
+    assert abs(wanted[0] - wanted[-1]) > 1e-3
+    close = trained(make(), *more, form=form, steps=1)
+    assert trained(make(), ChunkedLoss(tokens=5), *more, form=form, steps=1) == pytest.approx(close, abs=1e-6)
+
+
+def test_it_takes_nothing_for_good():
+    model = gpt()
+    before = [dict(vars(module)) for module in model.modules()]
+    forward = None
+    with compose(Job(model, world=World()), [ChunkedLoss()]) as job:
+        job.step(batches("targets"))
+        forward = job.forward
+        with pytest.raises(ConfigError, match=r"tokens of the shape \(2, 16\) reach the head"):
+            job.step(batches("targets") | {"targets": torch.zeros(2, 3, dtype=torch.int64)})
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert job.forward != forward
+
+
+def test_under_autocast_it_is_as_close_as_that_is():
+    wanted = trained(gpt(), Autocast(dtype="bf16"))
+    assert trained(gpt(), Autocast(dtype="bf16"), ChunkedLoss(tokens=5)) == pytest.approx(wanted, abs=2e-3)
+
+
+def test_a_model_that_changes_its_logits_is_refused():
+    with pytest.raises(ConfigError, match="changes its logits after the head"):
+        trained(hf_model("Gemma2", final_logit_softcapping=3.0, head_dim=8), ChunkedLoss(), form="labels")
+
+
+def test_what_needs_logits_or_has_none_is_refused():
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        trained(gpt(), ChunkedLoss(tokens=0))
+    with pytest.raises(ConfigError, match="finds no linear head in Linear"):
+        trained(nn.Linear(3, 3), ChunkedLoss())
+    with pytest.raises(ConfigError, match="has a loss of its own"):
+        compose(Job(gpt(), loss=lambda output, batch: (output.sum(), 1)), [ChunkedLoss()])
+    with pytest.raises(ConflictError, match="needs logits for its loss"):
+        compose(Job(gpt()), [ChunkedLoss(), Distill(teacher="shoestring.models.gpt:tiny")])
