@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from shoestring.core.errors import ConfigError
 
@@ -20,9 +21,16 @@ BYTES = 256
 class Data:
     """The corpus: how it is read, cut into tokens and split into training and held-out text."""
 
-    field: str = "text"
+    form: Literal["text", "chat"] = "text"
+    """Form of the records: `text` to learn as a whole, or `chat`, lists of messages with `role` and `content`, which
+    the model's chat template renders; of these the model learns the assistant's messages alone. Several chats share a
+    sample and do not see each other."""
+    field: str = ""
     """Name of the field of a .jsonl line, or of the column of a .parquet file or Hugging Face data set, that holds the
-    text."""
+    text or the messages; defaults to `text`, and for chats to `messages`."""
+    template: str = ""
+    """Path of a chat template (a Jinja file), for a model that has none; the model that is trained keeps it. Defaults
+    to the model's own."""
     tokenizer: str = "bpe"
     """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes that of an
     `hf:` model or of the folder that the model is in, and anything else is the path of a tokenizer.json."""
@@ -38,8 +46,16 @@ class Data:
     weights every sample of every source comes once an epoch."""
     workers: int = 0
     """Data loading processes of each rank; 0 loads in the training process."""
+    cache_memory: float = 0.0
+    """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
+    cache_disk: float = 0.0
+    """GiB on a local disk for the samples of a data set of your own that is slow to read, shared likewise."""
+    cache_folder: str = ""
+    """Folder for `cache_disk`; defaults to one in your home folder's .cache, so that the next run finds it."""
 
     def __post_init__(self) -> None:
+        if self.template and self.form != "chat":
+            raise ConfigError("data.template is of chats", hint='set data.form = "chat"')
         smallest = BYTES + 2
         if self.tokenizer == "bpe" and self.vocabulary < smallest:
             raise ConfigError(
@@ -57,8 +73,15 @@ class Data:
                 f"data.weights is {list(self.weights)}, of which one is below 1/10,000 of all",
                 hint="remove that source, or give it more",
             )
+        if not (0 <= self.cache_memory < math.inf and 0 <= self.cache_disk < math.inf):
+            raise ConfigError("data.cache_memory and data.cache_disk are GiB", hint="give 0 or a positive number")
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
+
+    @property
+    def record_field(self) -> str:
+        """The field of a record that is read."""
+        return self.field or ("messages" if self.form == "chat" else "text")
 
     def check_weights(self, sources: int) -> None:
         """Raise ConfigError unless there is one weight for each of so many sources, or none."""

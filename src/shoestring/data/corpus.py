@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.data import Data
+from shoestring.data import Data, chats
 from shoestring.data.joined import Tokens
 from shoestring.data.sources import Document, Source, open_source
 from shoestring.data.tokenizer import COMPANIONS, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
@@ -100,11 +100,24 @@ def prepare_source(source: str, settings: Data, folder: Path) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     if source.endswith(".tokens"):
         return _from_tokens(Path(source), settings, folder)
-    reader = open_source(source, settings.field)
+    reader = open_source(source, settings.record_field)
     recipe = recipe_of(reader, settings)
+    if settings.form == "chat":
+        return _prepare_chats(reader, settings, folder, recipe)
     if not _usable(folder, recipe):
         _write(reader, settings, folder, recipe)
     return _open(folder, settings)
+
+
+def _prepare_chats(reader: Source, settings: Data, folder: Path, recipe: str) -> Corpus:
+    if settings.tokenizer == "bpe":
+        raise DataError("chats need the tokenizer of a model", hint='set data.tokenizer = "model"')
+    tokenizer = chats.with_template(_tokenizer(settings, []), settings)
+    if not chats.usable(folder, recipe):
+        chats.write(reader, tokenizer, settings, folder, recipe)
+        tokenizer.save(folder / "tokenizer.json")
+    train, held_out = (chats.ChatDataset(folder / name, settings.sequence) for name in chats.FILES)
+    return Corpus(train, held_out, tokenizer)
 
 
 def _open(folder: Path, settings: Data) -> Corpus:
@@ -120,6 +133,7 @@ def recipe_of(reader: Source, settings: Data) -> str:
     }
     path = Path(settings.tokenizer)
     files = [each for each in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and each.is_file()]
+    files += [Path(settings.template)] if settings.template and Path(settings.template).is_file() else []
     content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else ""
     table = [relevant, content, SAMPLE, reader.identity()]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

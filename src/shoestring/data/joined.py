@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoestring.data.chats import ChatDataset
 from shoestring.data.order import Interleaved, Order, Shuffled
 from shoestring.data.tokens import TokenDataset
 
@@ -68,6 +69,11 @@ class Joined(Dataset[dict[str, Tensor]]):
         return sum(part.duplicates for part in self.parts)
 
     @property
+    def notes(self) -> Iterator[str]:
+        """What is to be said of how records became samples."""
+        return (note for part in self.parts for note in part.notes)
+
+    @property
     def targets(self) -> int:
         return sum(part.targets for part in self.parts)
 
@@ -99,4 +105,4 @@ class Joined(Dataset[dict[str, Tensor]]):
         return samples
 
 
-Tokens = TokenDataset | Joined
+Tokens = TokenDataset | ChatDataset | Joined

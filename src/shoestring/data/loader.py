@@ -18,6 +18,8 @@ from shoestring.core.task import IGNORED
 from shoestring.data.order import Order, Shuffled
 
 Batch = dict[str, Tensor]
+AHEAD = 4
+"""Steps whose samples a data set may fetch ahead."""
 
 
 class _Identified(Dataset[Any]):
@@ -53,7 +55,8 @@ class Loader:
     Args:
         dataset: any map-style data set with a length. Samples that are no dicts (tuples, say) are stacked as
             `default_collate` does, without ids. Its `fingerprint`, where it has one, goes into the state; its
-            `order(seed)`, where it has one, is the order, else each sample comes once an epoch.
+            `order(seed)`, where it has one, is the order, else each sample comes once an epoch; its `ahead(ids)`, where
+            it has one, hears what comes next.
         batch: samples of an optimizer step, over all ranks.
         rank: this process.
         size: processes that share the batch.
@@ -106,7 +109,13 @@ class Loader:
     def _micro_batches(self) -> Iterator[list[int]]:
         """This rank's part of every micro-batch from the present position on, without end."""
         start = self.consumed
+        ahead: Callable[[list[int]], None] | None = getattr(self.dataset, "ahead", None)
         while True:
+            if ahead is not None:
+                coming = self.ids(start, (1 + AHEAD) * self.batch).reshape(
+                    -1, self.size, self.batch // (self.size * self.accumulate)
+                )
+                ahead(coming[:, self.rank].flatten().tolist())
             ids = self.ids(start, self.batch).reshape(self.accumulate, self.size, -1)
             yield from ids[:, self.rank].tolist()
             start += self.batch

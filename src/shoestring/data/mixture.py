@@ -55,7 +55,7 @@ def _tokenizer(sources: Sequence[str], settings: Data, folder: Path) -> Tokenize
             f"`{found[0]}` holds tokens already, so no tokenizer can be trained on it",
             hint="set data.tokenizer to the tokenizer.json that wrote it",
         )
-    readers = [open_source(source, settings.field) for source in sources]
+    readers = [open_source(source, settings.record_field) for source in sources]
     recipe = hashlib.sha256("".join(recipe_of(reader, settings) for reader in readers).encode()).hexdigest()
     mark, path = folder / "tokenizer.recipe", folder / "tokenizer.json"
     if mark.is_file() and path.is_file() and mark.read_text().split() == [recipe, load_tokenizer(path).hash]:

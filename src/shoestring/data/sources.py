@@ -45,6 +45,10 @@ class Source(ABC):
     def documents(self) -> Iterator[Document]:
         """Every document that is not empty."""
 
+    def records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Every record as it is, and where it stands; DataError for a source of plain text."""
+        raise DataError(f"{type(self).__name__} is a source of text", hint="give .jsonl or .parquet files with records")
+
 
 def open_source(source: str, field: str) -> Source:
     """The source that `source` names: `python-stdlib`, `hf:NAME[@CONFIG][:SPLIT]`, or paths and globs with commas.
@@ -101,10 +105,19 @@ class TextFiles(Source):
             yield Document(key_of(name if many else f"{name}#{number}"), _text(path, block, offset))
 
     def _records(self, path: Path) -> Iterator[Document]:
-        rows = _lines(path) if path.suffix == ".jsonl" else _rows(path, self.field)
-        for where, record in rows:
+        for where, record in self._rows(path):
             if text := _field(record, self.field, where):
                 yield Document(key_of(text), text)
+
+    def _rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return _lines(path) if path.suffix == ".jsonl" else _rows(path, self.field)
+
+    def records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for path in self.paths:
+            if path.suffix not in (".jsonl", ".parquet"):
+                hint = "records are lines of .jsonl files, or rows of .parquet files and of data sets"
+                raise DataError(f"{path} holds no records", hint=hint)
+            yield from self._rows(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -263,6 +276,10 @@ class HuggingFace(Source):
         for number, row in enumerate(self.rows.select_columns([self.field])):
             if text := _field(row, self.field, f"hf:{self.name}, row {number}"):
                 yield Document(key_of(text), text)
+
+    def records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, row in enumerate(self.rows):
+            yield f"hf:{self.name}, row {number}", row
 
 
 def _load(path: str, config: str | None, split: str) -> Any:

@@ -252,6 +252,11 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return self.header.duplicates
 
     @property
+    def notes(self) -> Iterable[str]:
+        """What is to be said of how records became samples: nothing, of text."""
+        return ()
+
+    @property
     def ids(self) -> np.ndarray:
         """Every token of the range, (tokens,), mapped read-only."""
         if self._payload is None:

@@ -304,11 +304,11 @@ def logits_of(output: Output) -> Tensor:
     return getattr(output, "logits", output)
 
 
-def counted(batch: Batch) -> Tensor:
-    """Which positions of a batch have a target that counts; bool (...), read as `core.task.cross_entropy` does.
+def targets_of(batch: Batch) -> Tensor:
+    """The targets of a batch, (...), read as `core.task.cross_entropy` does.
 
     Raises:
-        ConfigError: the batch has no targets.
+        ConfigError: the batch has none.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets")
@@ -318,10 +318,15 @@ def counted(batch: Batch) -> Tensor:
         targets = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
     if not isinstance(targets, Tensor):
         raise ConfigError(
-            "distillation finds no targets in the batch, which say which tokens count",
+            "there are no targets in the batch, which say which tokens count",
             hint="give `targets` or `labels` in a mapping, or a pair of inputs and targets",
         )
-    return targets != IGNORED
+    return targets
+
+
+def counted(batch: Batch) -> Tensor:
+    """Which positions of a batch have a target that counts; bool (...)."""
+    return targets_of(batch) != IGNORED
 
 
 def check_vocabulary(student: nn.Module, source: str, what: str) -> None:

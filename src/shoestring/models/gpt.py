@@ -152,6 +152,25 @@ class Past:
         return mixed
 
 
+class Packed:
+    """What the layers of one pass over several texts in one sequence share: who sees whom, (B, 1, T, T).
+
+    Args:
+        positions: (B, T) of each token in its own text; where it is not one more than before, a text begins.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+        text, count = begins.cumsum(1), positions.shape[1]
+        earlier = torch.ones(count, count, dtype=torch.bool, device=positions.device).tril()
+        self.mask = ((text[:, :, None] == text[:, None]) & earlier)[:, None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `Past.attend`, within each text."""
+        q, grouped = q.transpose(1, 2), q.shape[2] > k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key/value heads in groups of H / K."""
 
@@ -161,7 +180,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, config.init_std)
         self.out = Linear(config.dim, config.dim, config.init_std / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | Packed | None = None) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
@@ -199,7 +218,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | Packed | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, past)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -227,7 +246,13 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, place: CachePlace | None = None, *, last: int | None = None
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        place: CachePlace | None = None,
+        *,
+        last: int | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of the token after each of `tokens` (B, T), int64.
 
@@ -236,6 +261,8 @@ class GPT(nn.Module):
         Args:
             place: where they go in the cache, for rows that differ; the caller then lengthens the cache.
             last: only the logits of so many last tokens are computed; default all.
+            position_ids: (B, T), of each token in its own text, for sequences of several texts that do not see each
+                other; without a cache.
 
         Raises:
             ConfigError: more tokens than the context, or than the cache has room for.
@@ -252,6 +279,8 @@ class GPT(nn.Module):
             )
         past = Past(cache, place) if cache is not None and place is not None else None
         positions = torch.arange(count, device=tokens.device) if place is None else place.positions
+        if position_ids is not None:
+            past, positions = Packed(position_ids), position_ids
         cos, sin = rotary_table(self.config, positions)
         x = self.embed(tokens)  # B T C
         for block in self.blocks:

@@ -16,7 +16,8 @@ from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import gguf, hf, llama, packed24, quantized, slorb
+from shoestring.models import adapter_folder, gguf, hf, llama, packed24, quantized, slorb
+from shoestring.models.adapters import merge
 from shoestring.models.gpt import GPT
 from shoestring.models.saving import MARKER, model_folder
 from shoestring.naming import resolve
@@ -113,7 +114,8 @@ def _accepted(build: Callable[..., Any]) -> list[str] | None:
 
 
 def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
-    """A model and its tokenizer from a run folder, a model folder, a .gguf file or `hf:NAME`.
+    """A model and its tokenizer from a run folder, a model folder, a .gguf file, `hf:NAME`, or the folder of an adapter
+    in PEFT's format, which is merged into the model that it names.
 
     Raises:
         CheckpointError: there is no model, its format is unknown, or its weights do not fit.
@@ -122,10 +124,25 @@ def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
         return _from_hub(str(path).removeprefix(hf.PREFIX))
     if gguf.is_file(path):
         return gguf.load(Path(path))
-    folder = model_folder(path) or Path(path)
+    folder = model_folder(path)
+    if folder is None and (adapter := adapter_folder.find(path)) is not None:
+        return _with_adapter(adapter)
+    folder = folder or Path(path)
     built = READERS[_format(_config(folder), folder)](folder)
     tokenizer = folder / "tokenizer.json"
     return built.eval(), load_tokenizer(tokenizer) if tokenizer.is_file() else None
+
+
+def _with_adapter(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
+    """The model that an adapter names, with the adapter merged into it, and a tokenizer, the adapter's own if any."""
+    base = adapter_folder.base_of(folder)
+    if not base:
+        hint = "add the path of that model's folder as `base_model_name_or_path` to its adapter_config.json"
+        raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
+    built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}")
+    merge(built, adapter_folder.read(folder, built))
+    own = folder / "tokenizer.json"
+    return built, load_tokenizer(own) if own.is_file() else tokenizer
 
 
 def _from_hub(name: str) -> tuple[nn.Module, Tokenizer | None]:

@@ -53,7 +53,8 @@ def quantized_linear(
     """y = x Wᵀ + bias.
 
     On a CPU an input of few rows is multiplied by the packed weight in one pass over it, natively: its entries become
-    integers of 16 bits, with a scale for each group. All else multiplies by the weight as `dense` returns it.
+    integers of 16 bits, with a scale for each group. All else multiplies by the weight as `dense` returns it; where
+    gradients flow to x, the backward pass does so again, so that no dense weight is held in between.
 
     Args:
         x: (…, K), of any floating type. weight, scales: as `pack` returns them. rows: N. bias: (N,).
@@ -62,7 +63,7 @@ def quantized_linear(
     Returns:
         (…, N), of the type of x.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         y = _operator(x, weight, scales, rows, places)
     else:
         y = _product(x, weight, scales, rows, places)
@@ -129,6 +130,19 @@ def _operator(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tens
 @_operator.register_fake
 def _(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None], output: Tensor) -> None:
+    _, weight, scales, ctx.rows, places = inputs
+    ctx.save_for_backward(weight, scales, places)
+
+
+def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    weight, scales, places = ctx.saved_tensors
+    return gradient @ dense(weight, scales, ctx.rows, gradient.dtype, places), None, None, None, None
+
+
+_operator.register_autograd(_input_gradient, setup_context=_remember)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

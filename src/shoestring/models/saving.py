@@ -153,6 +153,15 @@ def model_folder(target: Path | str) -> Path | None:
     return None
 
 
+def base_name(target: str) -> str:
+    """What transformers opens the model by that a run starts from; empty where it is built by a callable."""
+    if target.startswith(hf.PREFIX):
+        name = target.removeprefix(hf.PREFIX)
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
+    folder = None if ":" in target else model_folder(target)
+    return str(folder.resolve()) if folder else ""
+
+
 def source_folder(target: str) -> Path | None:
     """The folder of the model that a user names, on this machine: `hf:NAME`, or the folder of a run or of a model."""
     if target.startswith(hf.PREFIX):

@@ -2,178 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from shoestring.optim.groups import Group
+from shoestring.optim.settings.adascale import AdaScale
+from shoestring.optim.settings.around_step import Clip, Schedule
+from shoestring.optim.settings.averaging import EMA, LAWA, ScheduleFree
+from shoestring.optim.settings.eight_bit import AdamW8bit
+from shoestring.optim.settings.layerwise import LAMB, LARS
+from shoestring.optim.settings.muon import Muon
+from shoestring.optim.settings.standard import SGD, AdamW
 
-from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Phase, Seam
-from shoestring.naming import resolve
-from shoestring.optim.groups import Group, check_groups
-
-if TYPE_CHECKING:
-    from shoestring.core.job import Job
-
-__all__ = ["SGD", "AdamW", "Clip", "Group", "Schedule"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW(Feature):
-    """AdamW (Loshchilov and Hutter, 2019), by torch's fused kernel; the default optimizer."""
-
-    lr: float = 1e-3
-    """Learning rate before any schedule."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the running averages of the gradient and of its square."""
-    eps: float = 1e-8
-    """Constant added to the root of the second average, against division by zero."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
-
-    seams: ClassVar = (Seam.OPTIM,)
-
-    def check(self, job: Job) -> None:
-        _positive(self, "lr", "eps")
-        _at_least_zero(self, "weight_decay")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"`{self.name}.betas` must lie in [0, 1), got {list(self.betas)}")
-        check_groups(self, self.groups, job)
-
-    def apply(self, job: Job, seam: Seam) -> None:
-        import torch
-
-        from shoestring.optim.standard import factory
-
-        settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
-        job.build_with(factory(torch.optim.AdamW, job, self.weight_decay, self.groups, settings))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGD(Feature):
-    """Stochastic gradient descent with momentum."""
-
-    lr: float = 0.1
-    """Learning rate before any schedule."""
-    momentum: float = 0.9
-    """Decay rate of the velocity; 0 is plain gradient descent."""
-    nesterov: bool = True
-    """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
-    weight_decay: float = 0.0
-    """Weight decay of matrices and larger tensors, added to the gradient; biases and norms do not decay."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
-
-    seams: ClassVar = (Seam.OPTIM,)
-
-    def check(self, job: Job) -> None:
-        _positive(self, "lr")
-        _at_least_zero(self, "weight_decay", "momentum")
-        check_groups(self, self.groups, job)
-
-    def apply(self, job: Job, seam: Seam) -> None:
-        import torch
-
-        from shoestring.optim.standard import factory
-
-        settings = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
-        job.build_with(factory(torch.optim.SGD, job, self.weight_decay, self.groups, settings))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clip(Feature):
-    """Scale all gradients down together where their norm exceeds a bound (Pascanu et al., 2013)."""
-
-    max_norm: float = 1.0
-    """Upper bound of the 2-norm of all gradients together; `inf` only measures the norm."""
-
-    seams: ClassVar = (Seam.STEP,)
-
-    def check(self, job: Job) -> None:
-        if self.max_norm != math.inf:
-            _positive(self, "max_norm")
-
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.optim.clip import clipper
-
-        job.at(Phase.CLIP, clipper(job, self.max_norm))
-
-
-Clip.neutral = Clip(max_norm=math.inf)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule(Feature):
-    """Linear warm-up of the learning rate, then its decay over the steps of the run."""
-
-    shape: Literal["cosine", "trapezoid", "constant"] = "cosine"
-    """Shape of the decay: `cosine` begins after the warm-up; `trapezoid` is level, then linear in the cool-down."""
-    warmup: int = 100
-    """Steps of the linear warm-up from 0."""
-    cooldown: float = 0.2
-    """Fraction of all steps in which a `trapezoid` decays."""
-    final: float = 0.1
-    """Learning rate after the last step, as a fraction of the highest one."""
-    function: str = ""
-    """Schedule of your own, `package.module:callable` from (step, total steps) to the factor of the learning rate; used
-    in place of all other settings here."""
-
-    seams: ClassVar = (Seam.STEP,)
-
-    def check(self, job: Job) -> None:
-        _at_least_zero(self, "warmup", "cooldown", "final")
-        if self.function:
-            _check_factor(self.factor(0, job.progress.total), self.function)
-            return
-        for name in ("cooldown", "final"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"`{self.name}.{name}` is a share and must lie in [0, 1], got {getattr(self, name)}")
-        if job.progress.total and self.shape != "constant" and self.warmup >= job.progress.total:
-            raise ConfigError(
-                f"`{self.name}.warmup` of {self.warmup} steps leaves nothing of a run of {job.progress.total}",
-                hint=f"set it to {max(1, job.progress.total // 20)}",
-            )
-
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.optim.schedule import follow
-
-        job.at(Phase.RATE, follow(job, self.factor))
-
-    def explain(self, job: Job) -> str:
-        return f"by `{self.function}`" if self.function else ""
-
-    def factor(self, step: float, total: int) -> float:
-        """Factor of the learning rate in step `step` (from 0) of `total`; a total of 0 is not known yet."""
-        if self.function:
-            return resolve(self.function, f"{self.name}.function")(step, total)
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        if self.shape == "constant" or not total:
-            return 1.0
-        if self.shape == "cosine":
-            done = min((step - self.warmup) / max(total - self.warmup, 1), 1.0)
-            return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
-        left = (total - step) / max(self.cooldown * total, 1)
-        return self.final + (1 - self.final) * min(max(left, 0.0), 1.0)
-
-
-Schedule.neutral = Schedule(shape="constant", warmup=0)
-
-
-def _check_factor(factor: object, function: str) -> None:
-    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-        said = f"`optim.schedule.function`: `{function}` returned {factor!r} for the first step"
-        raise ConfigError(said, hint="return the factor of the learning rate, zero or a positive number")
-
-
-def _positive(feature: Feature, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(feature, name) < math.inf:
-            raise ConfigError(f"`{feature.name}.{name}` must be a positive number, got {getattr(feature, name)}")
-
-
-def _at_least_zero(feature: Feature, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(feature, name) < math.inf:
-            raise ConfigError(f"`{feature.name}.{name}` must be zero or positive, got {getattr(feature, name)}")
+__all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
+    "LAWA",
+    "SGD",
+    "AdaScale",
+    "AdamW",
+    "AdamW8bit",
+    "Clip",
+    "Group",
+    "Muon",
+    "Schedule",
+    "ScheduleFree",
+]

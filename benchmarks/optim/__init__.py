@@ -1,0 +1,6 @@
+"""What optimizers and schedules are measured on, and the measurements.
+
+python -m benchmarks.optim [--strict] [--only optim.PREFIX] [--list] [--budget MINUTES] [--runs FOLDER]
+
+Each run on images is stored as one JSON file in `results/runs` and never made twice: delete the file to make it again.
+"""

@@ -1,0 +1,227 @@
+"""Steps to a test accuracy on Fashion-MNIST, at batches up to 16,384.
+
+The target is fixed first: the mean, less one standard deviation, of what tuned SGD with Nesterov momentum reaches with
+batches of 256. A method has eight trials at each batch, on a seed of their own: learning rates on a grid first, then
+shorter or longer runs at the best. What counts is the first evaluation at or above the target, of fresh seeds.
+
+Every run is stored as one JSON file and never made twice, so a contest that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import stored
+from benchmarks.rows import Bar, Measured
+from shoestring.core.compose import compose
+from shoestring.core.feature import Feature
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.data.images import Images, fashion_mnist
+from shoestring.data.loader import Loader
+from shoestring.models.images import small, smoothed
+from shoestring.optim import LAMB, LARS, SGD, AdamW, AdaScale, Schedule
+
+BATCH = 256
+BATCHES = (1024, 4096, 8192, 16384)
+SEEDS, TARGET_SEEDS, TUNING_SEED = (1, 2, 3), (11, 12, 13, 14, 15), 100
+SAMPLES = 60_000
+EPOCHS = 7.5
+"""Of a run at its usual length: 2.9 TFLOP."""
+LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0)
+"""Of other runs, over the usual."""
+WIDTHS = (8, 16, 32)
+LOOKS = 24
+"""Evaluations of a run, of which those of its last half are made."""
+
+Build = Callable[[float, float], Feature]
+"""(learning rate, batch over 256) -> an optimizer; the learning rate is that of the small batch where it scales."""
+
+METHODS: Mapping[str, tuple[Build, Sequence[float]]] = {
+    "nesterov": (lambda lr, scale: SGD(lr=lr * scale, weight_decay=5e-4), (0.025, 0.05, 0.1, 0.2)),
+    "lars": (lambda lr, scale: _lars(lr, scale, "none"), (1.0, 2.0, 4.0, 8.0)),
+    "lars-dynamic": (lambda lr, scale: _lars(lr, scale, "dynamic"), (1.0, 2.0, 4.0, 8.0)),
+    "lamb": (lambda lr, scale: LAMB(lr=lr * scale**0.5, weight_decay=0.01), (0.004, 0.008, 0.016, 0.032)),
+    "adamw": (
+        lambda lr, scale: AdamW(lr=lr * scale**0.5, weight_decay=0.05, betas=(0.9, 0.99)),
+        (1e-3, 2e-3, 4e-3, 8e-3),
+    ),
+}
+
+
+def _lars(lr: float, scale: float, clip: Any) -> LARS:
+    vector_lr = 0.1 * min(scale, 8)
+    return LARS(lr=lr, vector_lr=vector_lr, trust=0.01, weight_decay=5e-4, nesterov=True, clip=clip, anneal=10)
+
+
+def trained(method: str, lr: float, batch: int, length: float, seed: int) -> dict[str, Any]:
+    """Test accuracies by step, of a run of `length` times the usual number of samples."""
+    torch.manual_seed(seed)
+    train, test = fashion_mnist()
+    scale = batch / BATCH
+    steps = max(1, round(EPOCHS * length * SAMPLES / batch))
+    total, micro, features = steps, 1, []
+    if method == "adascale":  # the small batch's steps and learning rate
+        total, micro = round(EPOCHS * length * SAMPLES / BATCH), max(2, round(scale))
+        features = [SGD(lr=lr, weight_decay=5e-4), AdaScale(scale=scale)]
+    else:
+        features = [METHODS[method][0](lr, scale)]
+    schedule = Schedule(shape="trapezoid", warmup=max(1, total // 10), cooldown=0.9, final=0.0)
+    job = Job(small(widths=WIDTHS), world=World(), loss=smoothed)
+    job.progress.total = total
+    compose(job, [*features, schedule])
+    loader = Loader(train, batch=batch, accumulate=micro, seed=seed)
+    accuracies: dict[int, float] = {}
+    every, gains, step = max(1, steps // LOOKS), [], 0
+    for batches in loader:
+        step += 1
+        job.step(*batches)
+        gains.append(float(job.numbers.get("gain", 1.0)))
+        over = job.progress.done
+        if over or (job.progress.position > total / 2 and step % every == 0):
+            accuracies[step] = accuracy(job, test)
+        if over:
+            break
+    job.close()
+    return {"accuracies": accuracies, "steps": step, "gain": statistics.fmean(gains)}
+
+
+def accuracy(job: Job, images: Images) -> float:
+    with job.evaluating():
+        found = [job.module(part).argmax(-1) for part in images.images.split(1000)]
+    return float((torch.cat(found) == images.labels).float().mean())
+
+
+def listed(steps: Sequence[int | None]) -> str:
+    return ", ".join(str(each or "never") for each in steps)
+
+
+@dataclass
+class Contest:
+    """All runs; `check` raises when the time is up."""
+
+    folder: Path
+    check: Callable[[], None] = field(default=lambda: None)
+
+    def run(self, method: str, lr: float, batch: int, length: float, seed: int) -> dict[str, Any]:
+        path = self.folder / f"{method}-{batch}-{lr:g}-{length:g}-{seed}.json"
+        return stored(path, self.check, lambda: trained(method, lr, batch, length, seed))
+
+    def last(self, *run: Any) -> float:
+        """Its last accuracy; 0 where it diverged."""
+        return list(self.run(*run)["accuracies"].values())[-1]
+
+    @cached_property
+    def small_rate(self) -> float:
+        """The best learning rate of Nesterov at the small batch, of eight."""
+        rates = [rate * factor for rate in METHODS["nesterov"][1] for factor in (1, 2**0.5)]
+        return max(rates, key=lambda lr: self.last("nesterov", lr, BATCH, 1.0, TUNING_SEED))
+
+    @cached_property
+    def target(self) -> float:
+        found = [self.last("nesterov", self.small_rate, BATCH, 1.0, seed) for seed in TARGET_SEEDS]
+        return statistics.fmean(found) - statistics.stdev(found)
+
+    def steps(self, *run: Any) -> int | None:
+        """Steps to the target; None where a run does not get there."""
+        reached = [int(step) for step, found in self.run(*run)["accuracies"].items() if found >= self.target]
+        return min(reached, default=None)
+
+    def tuned(self, method: str, batch: int) -> tuple[float, float]:
+        """Learning rate and length that get to the target in the fewest steps, of eight trials."""
+        trials: dict[tuple[float, float], tuple[float, float]] = {}
+
+        def attempt(lr: float, length: float) -> None:
+            reached = self.steps(method, lr, batch, length, TUNING_SEED)
+            ends = -self.last(method, lr, batch, length, TUNING_SEED)
+            trials[lr, length] = (float("inf") if reached is None else reached, ends)
+
+        rates = list(METHODS[method][1])
+        for lr in rates:
+            attempt(lr, 1.0)
+        for _ in range(2):  # towards an edge, or between
+            best, _ = min(trials, key=trials.__getitem__)
+            known = sorted(lr for lr, _ in trials)
+            if best == known[-1]:
+                attempt(best * 2, 1.0)
+            elif best == known[0]:
+                attempt(best / 2, 1.0)
+            else:
+                above = known[known.index(best) + 1]
+                attempt((best * above) ** 0.5, 1.0)
+        for _ in range(2):
+            best, length = min(trials, key=trials.__getitem__)
+            got = trials[best, length][0] < float("inf")
+            following = LENGTHS.index(length) + (-1 if got else 1)
+            attempt(best, LENGTHS[min(max(following, 0), len(LENGTHS) - 1)])
+        return min(trials, key=trials.__getitem__)
+
+    def fresh(self, method: str, batch: int) -> list[int | None]:
+        """Steps to the target of the fresh seeds."""
+        lr, length = (self.small_rate, 1.0) if method == "adascale" else self.tuned(method, batch)
+        return [self.steps(method, lr, batch, length, seed) for seed in SEEDS]
+
+    def table(self, batch: int) -> dict[str, list[int | None]]:
+        return {method: self.fresh(method, batch) for method in (*METHODS, "adascale")}
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def beside_nesterov(self, batch: int) -> Measured:
+        """Steps of Nesterov over those of LARS, of seeds that reach the target."""
+        table = self.table(batch)
+        said = "; ".join(
+            f"{method} {', '.join(str(each or 'never') for each in found)}" for method, found in table.items()
+        )
+        means = {
+            method: statistics.fmean(each for each in found if each is not None)
+            for method, found in table.items()
+            if any(each is not None for each in found)
+        }
+        lars = min((means[name] for name in ("lars", "lars-dynamic") if name in means), default=float("inf"))
+        ratio = means.get("nesterov", float("inf")) / lars if lars < float("inf") else 0.0
+        return Measured(min(ratio, 1e6), f"target {self.target:.4f}; steps to it of seeds {SEEDS}: {said}")
+
+    def adascale_reaches(self) -> Measured:
+        """Of the fresh seeds at batches up to 16 times the small one, those that reach the target with one setting."""
+        found = {batch: self.fresh("adascale", batch) for batch in BATCHES if batch <= 16 * BATCH}
+        every = [each for steps in found.values() for each in steps]
+        said = "; ".join(
+            f"{batch}: {', '.join(str(each or 'never') for each in steps)}" for batch, steps in found.items()
+        )
+        share = sum(each is not None for each in every) / len(every)
+        return Measured(
+            share, f"target {self.target:.4f}, learning rate {self.small_rate:g}; steps at each batch: {said}"
+        )
+
+
+def rows(contest: Callable[[], Contest]) -> list[Bar]:
+    return [
+        *(
+            Bar(
+                f"optim.images-{batch}",
+                f"steps to the target with batches of {batch} by tuned Nesterov SGD over those by LARS, the better of"
+                " with and without dynamic clipping",
+                ">=",
+                1.0,
+                measure=lambda _, batch=batch: contest().beside_nesterov(batch),
+                baseline="SGD with Nesterov momentum, linear scaling and warm-up",
+                seeds=SEEDS,
+            )
+            for batch in BATCHES
+        ),
+        Bar(
+            "optim.images-adascale",
+            "share of seeds that AdaScale brings to the target with the small batch's setting, batches up to 16 times",
+            ">=",
+            1.0,
+            measure=lambda _: contest().adascale_reaches(),
+            seeds=SEEDS,
+        ),
+    ]

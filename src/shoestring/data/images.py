@@ -1,0 +1,101 @@
+"""Labelled images as tensors: files of the MNIST family, read whole, and their batches.
+
+Images stay bytes until they are on the device. What is random about them is the model's (`models/images.py`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shoestring.core.errors import DataError
+
+_TYPES = {8: np.uint8, 9: np.int8, 11: np.dtype(">i2"), 12: np.dtype(">i4"), 13: np.dtype(">f4"), 14: np.dtype(">f8")}
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package `dataset-fashion-mnist` lies: 60,000 and 10,000 images of 28 x 28 in ten classes, MIT."""
+
+
+class Images(Dataset[dict[str, Tensor]]):
+    """Labelled images; samples have `inputs`, uint8 (C, H, W), and `targets`, a 0-d int64.
+
+    Args:
+        images: (N, C, H, W), uint8.
+        labels: (N,), int64.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        if images.dtype is not torch.uint8 or images.ndim != 4 or labels.shape != images.shape[:1]:
+            shapes = f"{tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
+            raise DataError(f"images and labels are {shapes}, not (N, C, H, W) of bytes and (N,)")
+        self.images, self.labels = images, labels.long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.images[index], "targets": self.labels[index]}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        at = torch.as_tensor(indices)
+        pairs = zip(self.images[at], self.labels[at], strict=True)
+        return [{"inputs": image, "targets": label} for image, label in pairs]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all images and labels."""
+        digest = hashlib.blake2b(self.images.numpy().tobytes(), digest_size=16)
+        digest.update(self.labels.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def read_idx(path: Path) -> Tensor:
+    """The array in a file of the MNIST family, plain or compressed by gzip; of any shape.
+
+    Raises:
+        DataError: it cannot be read, is no such file, or has more or fewer bytes than it says.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, gzip.zlib.error) as error:  # pyright: ignore[reportAttributeAccessIssue]
+        raise DataError(f"`{path}` cannot be read: {error}") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
+        raise DataError(f"`{path}` is not an IDX file, as MNIST's are")
+    kind, dimensions = np.dtype(_TYPES[raw[2]]), raw[3]
+    header = 4 + 4 * dimensions
+    shape = struct.unpack(f">{dimensions}I", raw[4:header]) if len(raw) >= header else (0,)
+    if len(raw) != header + math.prod(shape) * kind.itemsize:
+        raise DataError(f"`{path}` has {len(raw)} bytes, which does not fit its shape {shape}")
+    array = np.frombuffer(raw, kind, offset=header).reshape(shape)
+    return torch.from_numpy(array.astype(kind.newbyteorder("=")))
+
+
+def read_mnist(folder: Path, part: str) -> Images:
+    """The part `train` or `t10k` of a folder with MNIST's four files.
+
+    Raises:
+        DataError: a file is missing or broken, or images and labels do not fit.
+    """
+    found = []
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        paths = [path for path in (folder / f"{name}.gz", folder / name) if path.is_file()]
+        if not paths:
+            hint = "apt install dataset-fashion-mnist" if folder == FASHION_MNIST else "MNIST's files are needed"
+            raise DataError(f"there is no `{folder / name}.gz`", hint=hint)
+        found.append(read_idx(paths[0]))
+    images, labels = found
+    return Images(images[:, None], labels)
+
+
+def fashion_mnist() -> tuple[Images, Images]:
+    """Fashion-MNIST (Xiao et al., 2017): training and test images; for `run.data`."""
+    return read_mnist(FASHION_MNIST, "train"), read_mnist(FASHION_MNIST, "t10k")

@@ -1,0 +1,1 @@
+"""The settings of the features of `optim`, free of torch."""

@@ -1,0 +1,117 @@
+"""Optimizers that give each tensor a rate of its own, for large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Curve, Feature, Seam
+from shoestring.optim.groups import Group, check_groups
+from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, positive
+
+if TYPE_CHECKING:
+    from shoestring.core.job import Job
+    from shoestring.core.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARS(Feature):
+    """SGD with a trust ratio for each tensor, the norm of its weights over that of its gradient (You et al., 2017).
+
+    Biases and norms are neither scaled nor decayed, and have a learning rate of their own.
+    """
+
+    lr: float = 1.0
+    """Learning rate of matrices and larger tensors before any schedule; it multiplies their trust ratio."""
+    vector_lr: float = 0.0
+    """Learning rate of biases and norms, which have no trust ratio; it must be given."""
+    trust: float = 0.001
+    """Trust coefficient: the length of a step of rate 1, as a part of the weights' norm."""
+    momentum: float = 0.9
+    """Decay rate of the velocity; 0 is without."""
+    nesterov: bool = False
+    """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
+    weight_decay: float = 1e-4
+    """Weight decay of matrices and larger tensors, added to the gradient; biases and norms do not decay."""
+    eps: float = 1e-8
+    """Constant added to the denominator of the trust ratio."""
+    rate_in_velocity: bool = True
+    """Whether the velocity adds up steps, learning rate included, as in the paper; otherwise gradients, as torch's SGD
+    does. They differ while the learning rate changes."""
+    clip: Literal["none", "larc", "dynamic"] = "none"
+    """Upper bound of trust ratios: `larc` lets no tensor step further than with the learning rate alone; `dynamic` is
+    a running quantile over the tensors, times `bound`, which grows from 1 over the first `anneal` steps."""
+    quantile: float = 0.5
+    """Quantile of the trust ratios of all tensors, which the dynamic bound follows."""
+    bound: float = 10.0
+    """Factor of the quantile in the dynamic bound, after the first `anneal` steps."""
+    anneal: int = 100
+    """Steps in which the factor of the dynamic bound grows from 1 to `bound`."""
+    share_norms: bool = False
+    """Whether replicas divide the tensors among them, compute the norms of their own share, and exchange these."""
+    groups: tuple[Group, ...] = ()
+    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+
+    seams: ClassVar = (Seam.OPTIM, Seam.STEP)
+
+    def check(self, job: Job) -> None:
+        positive(self, "lr", "trust", "eps", "bound")
+        at_least_zero(self, "momentum", "weight_decay", "anneal")
+        if not 0 < self.quantile < 1:
+            raise ConfigError(f"`{self.name}.quantile` must lie between 0 and 1, got {self.quantile}")
+        vectors = [name for name, parameter in job.trained.items() if parameter.ndim < 2]
+        if self.vector_lr <= 0 and vectors:
+            raise ConfigError(
+                f"`{self.name}.vector_lr` is not given, and `{vectors[0]}` has no trust ratio to scale its rate",
+                hint="give the learning rate that plain SGD would take, such as 0.1",
+            )
+        check_groups(self, self.groups, job)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.optim.layerwise import build_lars, publish
+
+        (build_lars if seam is Seam.OPTIM else publish)(job, self)
+
+    def report_items(self, trace: Trace) -> Sequence[Curve]:
+        return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMB(Feature):
+    """Adam whose step each tensor scales to the norm of its weights (You et al., 2020).
+
+    Biases and norms are neither scaled nor decayed.
+    """
+
+    lr: float = 2e-3
+    """Learning rate before any schedule: the length of a step, as a part of the weights' norm."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the running averages of the gradient and of its square."""
+    eps: float = 1e-6
+    """Constant added to the root of the second average, against division by zero."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
+    max_ratio: float = 10.0
+    """Upper bound of trust ratios; 1 is LAMBC (Fong et al., 2020)."""
+    share_norms: bool = False
+    """Whether replicas divide the tensors among them, compute the norms of their own share, and exchange these."""
+    groups: tuple[Group, ...] = ()
+    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+
+    seams: ClassVar = (Seam.OPTIM, Seam.STEP)
+
+    def check(self, job: Job) -> None:
+        positive(self, "lr", "eps", "max_ratio")
+        at_least_zero(self, "weight_decay")
+        betas_below_one(self, self.betas)
+        check_groups(self, self.groups, job)
+
+    def apply(self, job: Job, seam: Seam) -> None:
+        from shoestring.optim.layerwise import build_lamb, publish
+
+        (build_lamb if seam is Seam.OPTIM else publish)(job, self)
+
+    def report_items(self, trace: Trace) -> Sequence[Curve]:
+        return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)
