@@ -1,0 +1,221 @@
+"""Bayesian optimization with trials in flight: a Gaussian process, and expected improvement over fantasies.
+
+Matern 5/2 kernel with a length scale for each dimension, found by maximum a posteriori. The outcomes of running trials
+are drawn jointly from the posterior, and the improvement is averaged over the draws (Snoek et al. 2012, section 3.2,
+https://arxiv.org/abs/1206.2944), so a batch spreads without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from optuna import Study
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.trial import FrozenTrial, TrialState
+from scipy import linalg, optimize, stats
+
+from shoestring.tune.distributions import distribution
+from shoestring.tune.space import Dimension
+
+Array = NDArray[np.float64]
+
+FANTASIES, CANDIDATES, STARTS, ROUNDS = 24, 1024, 8, 6
+_JITTER = 1e-8
+
+
+class GaussianSampler(BaseSampler):
+    """The Gaussian process as a sampler of Optuna's, for the dimensions without conditions; others are random.
+
+    Args:
+        seed: of this proposal. sequence: seed of the quasi-random points that the first trials try.
+    """
+
+    def __init__(self, space: Sequence[Dimension], *, seed: int, sequence: int = 0) -> None:
+        self.space = [dimension for dimension in space if not dimension.when]
+        self.sequence, self.random = sequence, np.random.default_rng(seed)
+        self._independent = RandomSampler(seed=seed)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return {dimension.key: distribution(dimension) for dimension in self.space}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        if not self.space:
+            return {}
+        keys = [dimension.key for dimension in self.space]
+        others = [each for each in study.get_trials(deepcopy=False) if set(keys) <= set(each.params)]
+        done = [each for each in others if each.state == TrialState.COMPLETE]
+        if len(done) < max(4, 2 * len(keys)):
+            return decode(self.space, self._quasi_random(trial.number))
+        sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
+        values = [sign * float(each.value or 0.0) for each in done]
+        failed = [each for each in others if each.state == TrialState.FAIL]
+        values += [max(values)] * len(failed)  # as bad as the worst: a region that fails is left
+        seen = np.array([encode(self.space, each.params) for each in (*done, *failed)])
+        running = [each for each in others if each.state == TrialState.RUNNING and each.number != trial.number]
+        pending = np.array([encode(self.space, each.params) for each in running]).reshape(-1, seen.shape[1])
+        return propose(self.space, seen, np.array(values), pending, self.random)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._independent.sample_independent(study, trial, param_name, param_distribution)
+
+    def _quasi_random(self, number: int) -> Array:
+        points = stats.qmc.Sobol(_width(self.space), rng=np.random.default_rng(self.sequence))
+        return points.random(2 ** int(number).bit_length())[number]  # a power of two, as its balance asks
+
+
+# -- points in the unit cube ------------------------------------------------------------------------------------------
+
+
+def _width(space: Sequence[Dimension]) -> int:
+    return sum(len(dimension.choices) or 1 for dimension in space)
+
+
+def encode(space: Sequence[Dimension], values: Mapping[str, Any]) -> Array:
+    """Values as a point of the unit cube; a choice takes one coordinate for each of its values."""
+    point: list[float] = []
+    for dimension in space:
+        value = values[dimension.key]
+        if dimension.kind == "choice":
+            point += [float(value == choice) for choice in dimension.choices]
+        elif dimension.kind == "log":
+            point.append(float(np.log(value / dimension.low) / np.log(dimension.high / dimension.low)))
+        else:
+            point.append((value - dimension.low) / (dimension.high - dimension.low))
+    return np.array(point)
+
+
+def decode(space: Sequence[Dimension], point: Array) -> dict[str, Any]:
+    """The values at a point: whole numbers rounded, of a choice the largest coordinate."""
+    values: dict[str, Any] = {}
+    at = 0
+    for dimension in space:
+        size = len(dimension.choices) or 1
+        part, at = point[at : at + size], at + size
+        low, high, share = dimension.low, dimension.high, float(np.clip(part[0], 0, 1))
+        if dimension.kind == "choice":
+            values[dimension.key] = dimension.choices[int(np.argmax(part))]
+        elif dimension.kind == "int":
+            values[dimension.key] = round(low + share * (high - low))
+        else:
+            log = dimension.kind == "log"
+            value = low * (high / low) ** share if log else low + share * (high - low)
+            values[dimension.key] = min(max(value, low), high)
+    return values
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Process:
+    """A Gaussian process with its data: `points` (n, d), `values` (n,) of mean about 0 and variance about 1."""
+
+    points: Array
+    values: Array
+    scales: Array
+    """Length scales (d,)."""
+    noise: float
+
+    @property
+    def _root(self) -> Array:
+        gram = matern(self.points, self.points, self.scales)
+        return linalg.cholesky(gram + (self.noise + _JITTER) * np.eye(len(gram)), lower=True)
+
+    def at(self, points: Array) -> tuple[Array, Array]:
+        """Posterior mean (m,) and covariance (m, m)."""
+        root, cross = self._root, matern(self.points, points, self.scales)
+        solved = linalg.solve_triangular(root, cross, lower=True)
+        whitened = linalg.solve_triangular(root, self.values, lower=True)
+        return solved.T @ whitened, matern(points, points, self.scales) - solved.T @ solved
+
+    def improvement(self, points: Array, outcomes: Array) -> Array:
+        """Expected improvement at points (m, d), averaged over columns of `outcomes` (n, fantasies) of `self.points`.
+
+        In place of its logarithm, which orders points alike, a floor keeps it from being 0 everywhere.
+        """
+        root, cross = self._root, matern(self.points, points, self.scales)
+        solved = linalg.solve_triangular(root, cross, lower=True)
+        mean = solved.T @ linalg.solve_triangular(root, outcomes, lower=True)
+        deviation = np.sqrt(np.maximum(1.0 - np.sum(solved**2, axis=0), 1e-12))[:, None]
+        gap = (outcomes.min(axis=0) - mean) / deviation
+        return np.mean(deviation * (gap * stats.norm.cdf(gap) + stats.norm.pdf(gap)), axis=1)
+
+
+def matern(left: Array, right: Array, scales: Array) -> Array:
+    """Matern 5/2 kernel of points (n, d) and (m, d), as (n, m)."""
+    distance = np.sqrt(5) * np.sqrt(np.sum(((left[:, None] - right[None]) / scales) ** 2, axis=2))
+    return (1 + distance + distance**2 / 3) * np.exp(-distance)
+
+
+def fit(points: Array, values: Array) -> Process:
+    """The process whose length scales and noise are most probable: log-normal priors with medians of 0.5 sqrt(d) and
+    1e-4, as the distance between points of the cube grows with sqrt(d)."""
+    width = points.shape[1]
+    middle = np.append(np.full(width, np.log(0.5 * np.sqrt(width))), np.log(1e-4))
+    spread = np.append(np.full(width, 1.0), 2.0)
+    squares = (points[:, None] - points[None]) ** 2
+
+    def negative(chosen: Array) -> tuple[float, Array]:
+        scales, noise = np.exp(chosen[:-1]), np.exp(chosen[-1])
+        scaled = np.sqrt(5 * np.sum(squares / scales**2, axis=2))
+        decay = np.exp(-scaled)
+        gram = (1 + scaled + scaled**2 / 3) * decay + (noise + _JITTER) * np.eye(len(points))
+        root = linalg.cholesky(gram, lower=True)
+        weights = linalg.cho_solve((root, True), values)
+        inverse = linalg.cho_solve((root, True), np.eye(len(points)))
+        inner = np.outer(weights, weights) - inverse
+        slope = (5 / 3) * (1 + scaled) * decay  # of the kernel, times squares / scales**2, by the log of a scale
+        gradient = [0.5 * np.sum(inner * slope * squares[:, :, i] / scales[i] ** 2) for i in range(width)]
+        gradient.append(0.5 * noise * np.trace(inner))
+        away = (chosen - middle) / spread
+        loss = 0.5 * values @ weights + np.sum(np.log(np.diag(root))) + 0.5 * away @ away
+        return float(loss), -np.array(gradient) + away / spread
+
+    bounds = [(np.log(0.02), np.log(20.0))] * width + [(np.log(1e-7), np.log(0.5))]
+    found = optimize.minimize(negative, middle, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60})
+    return Process(points, values, np.exp(found.x[:-1]), float(np.exp(found.x[-1])))
+
+
+def propose(
+    space: Sequence[Dimension], seen: Array, values: Array, pending: Array, random: np.random.Generator
+) -> dict[str, Any]:
+    """The values with the largest expected improvement over the smallest of `values`.
+
+    Args:
+        seen: (n, d) points of the unit cube. values: (n,) their outcomes. pending: (m, d) points of running trials.
+    """
+    centred = (values - values.mean()) / (values.std() or 1.0)
+    process = fit(seen, centred)
+    outcomes = np.repeat(centred[:, None], FANTASIES if len(pending) else 1, axis=1)
+    if len(pending):
+        mean, covariance = process.at(pending)
+        root = linalg.cholesky(covariance + 1e-6 * np.eye(len(mean)), lower=True)
+        drawn = mean[:, None] + root @ random.standard_normal((len(mean), FANTASIES))
+        outcomes = np.concatenate([outcomes, drawn])
+        process = Process(
+            np.concatenate([seen, pending]), np.concatenate([centred, mean]), process.scales, process.noise
+        )
+    best = seen[np.argsort(values)[:STARTS]]
+    near = np.repeat(best, CANDIDATES // (4 * len(best)), axis=0)
+    points = np.concatenate([
+        random.random((CANDIDATES, seen.shape[1])), near + 0.05 * random.standard_normal(near.shape)
+    ])  # fmt: skip
+    spread, winner = 0.1, points[0]
+    for _ in range(ROUNDS):  # the best of random points, then of ever closer neighbours of the best
+        points = np.array([encode(space, decode(space, point)) for point in points])
+        scores = process.improvement(points, outcomes)
+        top = points[np.argsort(-scores)[:STARTS]]
+        winner = points[int(np.argmax(scores))]
+        moved = np.repeat(top, 24, axis=0)
+        points = np.concatenate([top, moved + spread * random.standard_normal(moved.shape)])
+        spread *= 0.4
+    return decode(space, winner)

@@ -1,0 +1,125 @@
+"""The table [space] and the study file: what is read, and one clear line for what is wrong."""
+
+import numpy as np
+import pytest
+import tomli_w
+
+from shoestring.commands.tune import Tune, read_plan
+from shoestring.core.errors import ConfigError
+from shoestring.tune.gaussian import decode, encode, fit, propose
+from shoestring.tune.settings import Study
+from shoestring.tune.space import Dimension, draw, read_space
+
+LR = {"optim.adamw.lr": {"log": [1e-4, 1e-2]}}
+
+
+def plan_of(folder, space=LR, base=None, **tune):
+    (folder / "run.toml").write_text(tomli_w.dumps(base or {"run": {"steps": 10}}))
+    tables = {"tune": {"run": str(folder / "run.toml"), "folder": str(folder / "study"), **tune}, "space": space}
+    (folder / "tune.toml").write_text(tomli_w.dumps(tables))
+    return read_plan(str(folder / "tune.toml"))
+
+
+def test_keys_may_be_quoted_or_nested_tables():
+    nested = read_space({"optim": {"adamw": {"lr": {"log": [1e-4, 1e-2]}}}}, "t")
+    assert nested == read_space(LR, "t") == (Dimension("optim.adamw.lr", "log", 1e-4, 1e-2),)
+
+
+def test_a_condition_decides_whether_a_key_exists():
+    space = read_space({"data.b": {"int": [1, 4], "when": {"data.a": "x"}}, "data.a": {"choice": ["x", "y"]}}, "t")
+    assert [dimension.key for dimension in space] == ["data.a", "data.b"]
+    assert draw(space, lambda each: each.ends[0]) == {"data.a": "x", "data.b": 1}
+    assert draw(space, lambda each: each.ends[-1]) == {"data.a": "y"}
+
+
+BAD = {
+    "empty": ({}, r"\[space\] has no keys"),
+    "reversed": ({"run.steps": {"int": [9, 3]}}, r"the range \[9, 3\] is empty"),
+    "log_of_zero": ({"optim.adamw.lr": {"log": [0.0, 1.0]}}, r"the logarithm of 0.0 does not exist"),
+    "infinite": ({"optim.adamw.lr": {"float": [0.0, float("inf")]}}, "must be finite"),
+    "one_end": ({"run.steps": {"int": [3]}}, "must be two whole numbers"),
+    "not_whole": ({"run.steps": {"int": [3, 4.5]}}, "must be two whole numbers"),
+    "no_choice": ({"run.steps": {"choice": []}}, "at least one value"),
+    "misspelt": ({"run.steps": {"int": [1, 2], "wen": {}}}, "unknown key `wen`.*did you mean `when`"),
+    "no_kind": ({"run.steps": {"uniform": [1, 2]}}, "must be one range or list of choices"),
+    "no_table": ({"steps": {"int": [1, 2]}}, "names no table.*run.steps"),
+    "condition": ({"run.steps": {"int": [1, 2], "when": {"run.x": 1}}}, "`run.x` names no key of the space"),
+    "never": (
+        {"run.steps": {"int": [1, 2], "when": {"run.batch": 3}}, "run.batch": {"choice": [1, 2]}},
+        "can never hold: 3 is none",
+    ),
+    "unknown_key": ({"optim.adamw.lrr": {"float": [0.1, 0.2]}}, r"unknown key `lrr`.*did you mean `lr`"),
+    "unknown_technique": ({"optim.adamww.lr": {"float": [0.1, 0.2]}}, "unknown technique.*did you mean `adamw`"),
+    "wrong_type": ({"run.batch": {"float": [1.0, 2.0]}}, "`run.batch` must be a whole number"),
+    "refused_end": ({"run.batch": {"int": [0, 4]}}, "`run.batch` must be at least 1"),
+    "own_key": ({"run.folder": {"choice": ["a", "b"]}}, "the study's own"),
+}
+
+
+@pytest.mark.parametrize(("space", "message"), BAD.values(), ids=BAD)
+def test_bad_spaces_are_refused(tmp_path, space, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_of(tmp_path, space)
+
+
+def test_bad_studies_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown key `trails`.*did you mean `trials`"):
+        plan_of(tmp_path, trails=3)
+    with pytest.raises(ConfigError, match=r"`tune\.trials` must be at least 1"):
+        plan_of(tmp_path, trials=0)
+    with pytest.raises(ConfigError, match="cannot read the study file"):
+        read_plan(str(tmp_path / "missing.toml"))
+    with pytest.raises(ConfigError, match="a study is missing"):
+        Tune(what=("join",))([])
+    plan_of(tmp_path)
+    (tmp_path / "study").mkdir()
+    with pytest.raises(ConfigError, match="the store holds no study"):
+        Tune(what=("best", str(tmp_path / "tune.toml")))([])
+
+
+def test_every_end_becomes_a_run_and_the_document_reads_back(tmp_path):
+    plan = plan_of(tmp_path, LR | {"model.layers": {"int": [1, 2]}})
+    document = plan.run_document({"optim.adamw.lr": 0.003, "model.layers": 2})
+    assert document["optim"]["adamw"]["lr"] == 0.003 and document["model"]["layers"] == 2
+    assert document["run"]["steps"] == 10 and plan.total_steps == 10
+    assert "optim" not in plan.base, "the base is not changed"
+
+
+SPACE = (
+    Dimension("a.f", "float", -5.0, 10.0),
+    Dimension("a.l", "log", 1e-4, 1.0),
+    Dimension("a.i", "int", 1, 9),
+    Dimension("a.c", "choice", choices=("x", "y", True)),
+)
+
+
+def test_values_come_back_from_the_unit_cube():
+    values = {"a.f": 2.5, "a.l": 1e-2, "a.i": 4, "a.c": "y"}
+    found = decode(SPACE, encode(SPACE, values))
+    assert found["a.i"] == 4 and found["a.c"] == "y"
+    assert np.allclose([found["a.f"], found["a.l"]], [2.5, 1e-2])
+
+
+def test_the_gaussian_process_predicts_a_smooth_function_and_knows_where_it_does_not():
+    points = np.linspace(0, 1, 9)[:, None]
+    process = fit(points, np.sin(6 * points[:, 0]))
+    mean, covariance = process.at(np.array([[0.3], [0.55]]))
+    assert np.allclose(mean, np.sin([1.8, 3.3]), atol=0.05)
+    far = process.at(np.array([[3.0]]))[1][0, 0]
+    assert far > 10 * covariance[0, 0]
+
+
+def test_a_batch_does_not_propose_a_running_point_again():
+    """Without the fantasies the second proposal would be next to the first."""
+    space = (Dimension("a.f", "float", 0.0, 1.0),)
+    seen = np.array([[0.0], [0.2], [0.8], [1.0]])
+    values = np.array([1.0, 0.3, 0.35, 1.0])
+    first = propose(space, seen, values, np.empty((0, 1)), np.random.default_rng(0))["a.f"]
+    again = propose(space, seen, values, np.empty((0, 1)), np.random.default_rng(1))["a.f"]
+    second = propose(space, seen, values, np.array([[first]]), np.random.default_rng(1))["a.f"]
+    assert abs(first - again) < 0.02 < abs(first - second)
+
+
+def test_settings_have_bounds():
+    with pytest.raises(ConfigError, match=r"`tune\.lease` must be positive"):
+        Study(run="quickstart", lease=0.0)

@@ -1,0 +1,189 @@
+"""Real workers and trials, killed and stopped at random moments: nothing is lost, nothing counts twice."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from shoestring.tune.process import TrialProcess, end_former
+from shoestring.tune.settings import Halving
+from shoestring.tune.store import Store, connect
+from tests.tune import toy_worker
+from tests.tune.toy_trial import undisturbed
+
+KILLS, STALLS = 40, 10
+
+
+def url_of(folder):
+    return f"sqlite:///{folder / 'store.db'}"
+
+
+def check_results(store, folder, trials, steps):
+    """Every trial has exactly one result, which is that of an undisturbed one; the steps that were repeated."""
+    ended = store.trials()
+    assert [trial.state for trial in ended] == ["done"] * trials
+    repeated = 0
+    for trial in ended:
+        assert trial.value == undisturbed(trial.parameters["toy.x"], steps)
+        steps_log = (folder / f"trial-{trial.number}" / "steps.log").read_text().split()
+        repeated += len(steps_log) - steps
+    return repeated
+
+
+def published(worker):
+    worker.proposer.publish()
+    return Counter(trial.state.name for trial in worker.proposer.study.get_trials())
+
+
+def test_a_study_runs_to_its_end_and_optuna_shows_it(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 3, 20.0, 10, 0.0)
+    worker.run()
+    assert check_results(worker.store, tmp_path, 3, 10) == 0
+    assert published(worker) == {"COMPLETE": 3}
+    best = worker.proposer.study.best_trial
+    assert best.value == min(trial.value for trial in worker.store.trials())
+    assert list(best.intermediate_values) == [5, 10]
+
+
+def test_a_preempted_trial_is_saved_and_given_back(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 2000, 0.005)
+    runs = threading.Thread(target=lambda: until_steps(tmp_path / "trial-0", 20, worker.stop))
+    runs.start()
+    worker.run()
+    runs.join()
+    (trial,) = worker.store.trials()
+    assert trial.state == "ready" and trial.step >= 20, "it saved at the step after the signal"
+    lines = (tmp_path / "trial-0" / "steps.log").read_text().split()
+    assert trial.step == int(lines[-1])
+
+
+def until_steps(folder, number, then):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        log = folder / "steps.log"
+        if log.exists() and len(log.read_text().split()) >= number:
+            break
+        time.sleep(0.02)
+    then.set()
+
+
+def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 20, 0.02, halving=Halving(first=5, factor=2))
+    worker.run()
+    trials = worker.store.trials()
+    done = [trial for trial in trials if trial.state == "done"]
+    assert Counter(trial.state for trial in trials)["pruned"] >= 2 and done
+    closest = min(trials, key=lambda trial: abs(trial.parameters["toy.x"] - 0.3))
+    assert closest.state == "done"
+    for trial in done:
+        assert trial.value == undisturbed(trial.parameters["toy.x"], 20)
+    assert published(worker)["PRUNED"] == 4 - len(done)
+
+
+def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
+    store = Store(connect(url_of(tmp_path)), toy_worker.NAME)
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 5, 0.0)
+    start = worker.start
+    worker.start = lambda lease: misread(start(lease))
+    worker.run()
+    (trial,) = store.trials()
+    assert trial.state == "failed"
+    assert trial.note == "the run never wrote the objective `accuracy`; it wrote: loss"
+    assert published(worker) == {"FAIL": 1}
+
+
+def misread(trial):
+    trial.metric = "accuracy"
+    return trial
+
+
+def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
+    trial = TrialProcess([sys.executable, "-I", "-c", "import time; time.sleep(600)"], tmp_path, "loss")
+    place = trial.place
+    os.kill(int(place.split()[1]), signal.SIGSTOP)
+    end_former("elsewhere " + place.partition(" ")[2])
+    assert trial.poll() is None, "that is a process of another host"
+    end_former(place)
+    assert trial.poll() == -signal.SIGKILL
+    trial.close()
+
+
+def test_a_trial_dies_with_its_worker(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from shoestring.tune.process import TrialProcess; import time\n"
+        "trial = \"print('begun', flush=True); import time; time.sleep(600)\"\n"
+        "t = TrialProcess([sys.executable, '-I', '-c', trial], Path(sys.argv[1]), 'loss')\n"
+        "print(t.place, flush=True); time.sleep(600)"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pid = int(worker.stdout.readline().split()[1])
+    deadline = time.monotonic() + 60
+    while "begun" not in (tmp_path / "trial.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)  # before that it ends by itself when its parent is gone
+    worker.kill()
+    worker.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_kills_and_stalls_at_random_moments_lose_nothing(tmp_path):
+    """40 kills and 10 stalls past the lease, over 3 workers and 12 trials."""
+    kills, stalls, trials, lease, chance = KILLS, STALLS, 12, 2.0, random.Random(0)
+    arguments = [url_of(tmp_path), str(tmp_path), str(trials), str(lease), "400", "0.02"]
+    toy_worker.build(arguments[0], tmp_path, trials, lease, 400, 0.02)
+
+    def begin():
+        return subprocess.Popen([sys.executable, "-m", "tests.tune.toy_worker", *arguments])
+
+    workers, stopped, done = [begin() for _ in range(3)], {}, 0
+    deadline = time.monotonic() + 600
+    try:
+        while kills + stalls > done and time.monotonic() < deadline:
+            time.sleep(chance.uniform(0.2, 1.2))
+            index = chance.randrange(3)
+            if workers[index].poll() is not None:
+                workers[index] = begin()
+            elif index in stopped:
+                if time.monotonic() - stopped[index] > 2 * lease:
+                    workers[index].send_signal(signal.SIGCONT)
+                    del stopped[index]
+            elif chance.random() < stalls / (kills + stalls):
+                workers[index].send_signal(signal.SIGSTOP)
+                stopped[index] = time.monotonic()
+                done += 1
+            else:
+                workers[index].kill()
+                workers[index].wait()
+                workers[index] = begin()
+                done += 1
+        for index in stopped:
+            workers[index].send_signal(signal.SIGCONT)
+        for worker in workers:
+            worker.wait(timeout=max(1.0, deadline - time.monotonic()))
+        worker = toy_worker.build(arguments[0], tmp_path, trials, lease, 400, 0.02)
+        worker.run()  # what no worker was left to finish
+    finally:
+        for process in workers:
+            process.kill()
+            process.wait()
+    repeated = check_results(worker.store, tmp_path, trials, 400)
+    assert repeated <= (toy_worker.EVERY + 1) * done
+    counts = published(worker)
+    assert counts["COMPLETE"] == trials and counts["RUNNING"] == 0
