@@ -5,7 +5,8 @@ Checked with torch 2.11 to 2.13. What the conformance suite alone looks at is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
@@ -29,10 +32,23 @@ foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
 foreach_addcdiv_ = torch._foreach_addcdiv_  # pyright: ignore[reportPrivateImportUsage]
 foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
+foreach_lerp = torch._foreach_lerp  # pyright: ignore[reportPrivateImportUsage]
 foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
 foreach_sqrt_ = torch._foreach_sqrt_  # pyright: ignore[reportPrivateImportUsage]
+foreach_addcdiv = torch._foreach_addcdiv  # pyright: ignore[reportPrivateImportUsage]
+foreach_addcmul_ = torch._foreach_addcmul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_div_ = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+foreach_sqrt = torch._foreach_sqrt  # pyright: ignore[reportPrivateImportUsage]
 foreach_sub_ = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
+
+foreach_sub = torch._foreach_sub  # pyright: ignore[reportPrivateImportUsage]
+
+
+def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:  # pyright: ignore[reportPrivateImportUsage]
+    """What losses are multiplied by in this step, without waiting for the device."""
+    return scaler._scale if scaler.is_enabled() and scaler._scale is not None else 1.0
+
 
 # Of 2:4 operands; cuSPARSELt's.
 cslt_compress = torch._cslt_compress  # pyright: ignore[reportPrivateImportUsage]
@@ -84,6 +100,24 @@ def after_backward(work: Callable[[], None]) -> None:
 def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """For each device, 1.0 where a loss scaler has found an overflow among unscaled gradients, 0.0 elsewhere."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def allow_any_gradient(tensor: torch.Tensor) -> None:
+    """Let `tensor.grad` have another data type than the tensor."""
+    tensor.grad_dtype = None
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """One step of an optimizer, without what is registered to happen before and after its steps."""
+    type(optimizer).step.__wrapped__(optimizer)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Let a DDP that is put around the model later neither broadcast nor reduce its parameters and buffers of these
+    names; without names it takes all of them again."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+    if not names:
+        del model._ddp_params_and_buffers_to_ignore
 
 
 def has_hook(model: nn.Module) -> bool:
@@ -151,3 +185,51 @@ def compile_joint(
         return min_cut_rematerialization_partition(work(joint), joint_inputs, **options)
 
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)(graph, inputs)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Within, tensors are fake: operators know shapes and types, and neither compute nor take memory.
+
+    Asking one for its address raises RuntimeError, so that no native code writes where nothing is.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is one of `fake_tensors`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Within, this process is the first of so many ranks, whose collectives send nothing and change nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def resizes_heard(hear: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `hear` after each change of a storage's size within, on which FSDP2 relies to free parameters."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        returned = resize(storage, size)
+        hear(storage)
+        return returned
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize

@@ -24,6 +24,8 @@ from shoestring.commands.profiling import ProfileProgram, split
 from shoestring.commands.ranks import Check, DistillDrafter, Plan, Probe, Train
 from shoestring.commands.serve import Serve
 from shoestring.commands.shrink import PruneModel, QuantizeModel
+from shoestring.commands.tracing import RecordedMemory, of_runs
+from shoestring.commands.tune import Tune
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
@@ -42,7 +44,7 @@ class Compare:
         from shoestring import report
 
         text, page = report.compare(self.runs, self.out)
-        print(text)
+        print("\n".join([text, *of_runs(self.runs)]))
         logging.getLogger("shoestring").info("page: %s", page)
         return 0
 
@@ -97,7 +99,8 @@ class VirtualHosts:
 
 VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate, "skip": Skip}
 VERBS |= {"prune": PruneModel, "quantize": QuantizeModel, "probe": Probe, "compare": Compare, "report": Report}
-VERBS |= {"serve": Serve, "profile": ProfileProgram, "lab": VirtualHosts, "checkpoint": Checkpoint}
+VERBS |= {"serve": Serve, "profile": ProfileProgram, "memory": RecordedMemory}
+VERBS |= {"tune": Tune, "lab": VirtualHosts, "checkpoint": Checkpoint}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

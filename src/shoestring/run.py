@@ -43,7 +43,9 @@ class Settings:
     """Loss of your own: `package.module:callable` from (output, batch) to (sum, count); defaults to the
     cross-entropy of the next token."""
     steps: int = 400
-    """Number of optimizer steps; `minutes` takes precedence."""
+    """Number of optimizer steps; `minutes` and `epochs` take precedence."""
+    epochs: float = 0.0
+    """Passes over the training data, in place of `steps`. 0 trains for `steps`."""
     minutes: float = 0.0
     """Training time in minutes, in place of `steps`: the number of steps follows from the pace of the first ones. 0
     trains for `steps`."""
@@ -99,7 +101,9 @@ class Run:
                 raise ConfigError(f"`run.{name}` must be at least 1, got {getattr(self.settings, name)}")
         if self.settings.timeout <= 0:
             raise ConfigError(f"`run.timeout` must be positive, got {self.settings.timeout}")
-        for name in ("minutes", "evaluate_every", "patience", "seed"):
+        if self.settings.epochs and self.settings.minutes:
+            raise ConfigError("`run.epochs` and `run.minutes` both say how long to train", hint="remove one of them")
+        for name in ("minutes", "epochs", "evaluate_every", "patience", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
         for name in ("patience", "keep_best"):

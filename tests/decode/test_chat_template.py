@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.data.chat_template import chat_template
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.decode.serve.template import chat_template
 from tests.decode.small_server import CHATML, tokenizer
 
 INST = (

@@ -73,3 +73,17 @@ def test_the_penalty_of_a_position_sees_what_is_before_it_and_nothing_else():
         alone = penalize(logits[: position + 1], [0, 3, 1][: position + 1], 2.0)
         assert torch.equal(alone, got[: position + 1])
     assert penalize(logits, [0, 3, 1], 1.0) is logits
+
+
+def test_the_penalty_is_that_of_the_whole_vocabulary_where_tokens_repeat():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    text = [7, 3, 7, 7, 9, 3, 11]  # the last two are drafted
+    for position, row in enumerate(penalize(logits, text, 1.3)):
+        seen = torch.zeros(50, dtype=torch.bool).index_fill_(0, torch.tensor(text[: 5 + position]), True)
+        before = logits[position]
+        assert torch.equal(row, torch.where(seen, torch.where(before > 0, before / 1.3, before * 1.3), before))
+
+
+def test_sorted_chances_are_those_of_torch():
+    chances = torch.rand(4, 300, generator=torch.Generator().manual_seed(0)).round(decimals=2)
+    assert torch.equal(module._descending(chances), chances.sort(-1, descending=True).values)

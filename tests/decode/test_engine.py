@@ -97,11 +97,13 @@ def test_it_stops_at_a_stop_token_without_yielding_it(model):
 
 def test_tokens_stream_and_the_mode_comes_back(model):
     model.train()
+    frozen = next(model.children()).eval()
     stream = generate(model, [5], max_new=10**9)
     next(stream)
-    assert not model.training
+    assert not any(module.training for module in model.modules())
     stream.close()
-    assert model.training
+    assert [module for module in model.modules() if not module.training] == list(frozen.modules())
+    model.train()
 
 
 def test_draws_follow_the_distribution():

@@ -194,6 +194,17 @@ def test_malformed_requests_are_refused(server, case):
     assert server.http.get("/health").status_code == 200
 
 
+def test_a_request_that_breaks_off_before_its_answer_is_no_error_of_ours(server, caplog):
+    """The head and a bad chunk in one packet: uvicorn has refused the body when the application answers."""
+    head = b"POST /v1/models/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with caplog.at_level("INFO"):
+        server.raw(head + b"zz\r\n")
+        until(lambda: "/v1/models/x" in caplog.text)
+    assert "/v1/models/x 499" in caplog.text
+    assert "Exception" not in caplog.text
+    assert 'path="/v1/models",status="500"' not in server.http.get("/metrics").text
+
+
 def test_a_request_that_does_not_come_in_time_is_given_up(server):
     began = time.monotonic()
     assert server.raw(b"") == b""

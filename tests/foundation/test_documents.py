@@ -29,7 +29,11 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
 }
 OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # below
+    ("fine-tuning.md", 0),  # a call that tests/memory make
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
+    ("memory.md", 0),  # calls that tests/memory make
+    ("memory.md", 1),
+    ("memory.md", 2),
     ("metrics.md", 0),  # below
     ("profiling.md", 1),  # tests/profile
     ("serving.md", 0),  # OpenAI's client, as tests/decode use it

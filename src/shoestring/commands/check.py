@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import arrange_mesh, check_owners, order_of_application
@@ -13,11 +13,16 @@ from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
+from shoestring.memory.exhausted import advice
+from shoestring.memory.predicted import predict
 from shoestring.models.loading import build_model
 from shoestring.naming import resolve
+from shoestring.planning.system import free_memory
+from shoestring.report.figures import size
 from shoestring.run import Run
 from shoestring.training.data_loading import model_arguments
 
+log = logging.getLogger("shoestring")
 GIB = 2**30
 
 
@@ -57,36 +62,39 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
 
 
 def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
-    weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
-    shards = job.world.ranks_over(job.data_axes) if job.engine == "fsdp" else 1
-    state = 4 * weights / shards
     adding = [feature.name for feature in job.features if feature.adds_parameters]
     more = f", without those that {', '.join(adding)} will add" if adding else ""
     yield f"parameters: {sum(p.numel() for p in job.parameters):,}{more}"
-    yield f"weights, gradients and optimizer state of a rank: {state / GIB:.3f} GiB (two averages for each weight)"
+    loss = resolve(run.settings.loss, "run.loss") if run.settings.loss else cross_entropy
+    shape = micro, run.data.sequence
     try:
-        held = activation_bytes(job.model, micro, run.data.sequence)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        yield f"activations: not estimated ({type(error).__name__} on the meta device)"
+        predicted = predict(
+            job.model, job.features, loss, shape, ranks=job.world.size, accumulate=run.settings.accumulate
+        )
+    except Exception as error:  # whatever a feature or a model does that cannot work without numbers
+        log.debug("the step cannot be predicted", exc_info=error)
+        yield f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"
         return
-    yield f"activations of a rank for {micro} samples, without recomputation: {held / GIB:.3f} GiB"
-    yield f"sum for a rank: {(state + held) / GIB:.3f} GiB"
+    held = predicted.window.by_kind()
+    state = sum(held.get(kind, 0) for kind in ("parameter", "buffer", "gradient", "optimizer state"))
+    yield f"weights, gradients and optimizer state of a rank at its peak: {state / GIB:.3f} GiB"
+    yield f"activations of a rank for {micro} samples, and all else: {(predicted.peak - state) / GIB:.3f} GiB"
+    yield f"sum for a rank: {predicted.peak / GIB:.3f} GiB, predicted from its operators"
+    yield "  " + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in sorted(held.items(), key=lambda item: -item[1]))
+    if predicted.unseen:
+        yield f"  without what {', '.join(predicted.unseen)} may take"
+    yield from _room(job, predicted.peak, held)
 
 
-def activation_bytes(model: nn.Module, samples: int, sequence: int) -> int:
-    """Measure on the meta device the bytes that a forward pass and its loss keep for the backward pass."""
-    own = {id(parameter) for parameter in model.parameters()}
-    held: dict[int, int] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if id(tensor) not in own and storage._cdata not in held:
-            held[storage._cdata] = storage.nbytes()
-            kept.append(tensor)  # keeps its storage alive, so that no other one gets the same address
-        return tensor
-
-    tokens = torch.zeros(samples, sequence, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        cross_entropy(model(tokens), {"targets": tokens})
-    return sum(held.values())
+def _room(job: Job, peak: int, held: Mapping[str, int]) -> Iterator[str]:
+    """Whether it fits into this machine, and what to change where it does not."""
+    ranks = job.world.size
+    if torch.cuda.is_available():
+        there, what = torch.cuda.get_device_properties(0).total_memory, "this GPU"
+    else:
+        there, what = (
+            free_memory() / ranks,
+            "this host's free memory" + (f" for each of {ranks} ranks" if ranks > 1 else ""),
+        )
+    if peak > there:
+        yield f"it does not fit into {what}, {size(there)}; {advice(job, held)}"

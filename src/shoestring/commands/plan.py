@@ -53,6 +53,7 @@ def plan(run: Run, world: World) -> PlannedRun:
     trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
     with ExitStack() as stack:
         data = open_data(trial, world, Path(run.settings.folder or Path("runs") / run.name))
+        stack.callback(data.close)
         job = stack.enter_context(build_job(trial, world, data, stack.enter_context(Trace(rank=world.rank))))
         loader = build_loader(trial, job, data)
         stack.callback(loader.close)

@@ -100,8 +100,8 @@ class Feature(ABC):
     seams: ClassVar[tuple[Seam, ...]]
     neutral: ClassVar[Feature | None] = None
     """The setting that is bit-identical to absence, where one exists."""
-    engine: ClassVar[Literal["", "ddp", "fsdp"]] = ""
-    """At SHARD: which of torch's engines the model runs under, for features at WIRE that hook into it."""
+    engine: ClassVar[Literal["", "ddp", "fsdp", "zero"]] = ""
+    """At SHARD: what spreads the model over ranks, for features at WIRE that hook into it."""
     adds_parameters: ClassVar[bool] = False
     """At MODEL: whether the model gets parameters that it did not have (LoRA); all others keep their names."""
 

@@ -266,7 +266,7 @@ class Job:
 
     @property
     def engine(self) -> str:
-        """Torch's engine that the model runs or will run under: "ddp", "fsdp" or "" for none."""
+        """What the model runs or will run under: "ddp", "fsdp", "zero" or "" for none."""
         if isinstance(self.model, DistributedDataParallel):
             return "ddp"
         return next((feature.engine for feature in self.features if feature.engine), "")

@@ -106,7 +106,7 @@ class ModelState:
         options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
         set_model_state_dict(self.model, whole, options=options)
         for name, tensor in self.trained.items():
-            _fill(tensor, state_dict[name])
+            fill(tensor, state_dict[name])
         if self.refresh is not None:
             self.refresh()
 
@@ -143,7 +143,7 @@ class OptimizerState:
             for key, value in state_dict["state"].get(name, {}).items():
                 state = self.optimizer.state[tensor]
                 if isinstance(state.get(key), Tensor):
-                    _fill(state[key], value)
+                    fill(state[key], value)
                 elif key in state:
                     state[key] = value
 
@@ -170,7 +170,7 @@ class OptimizerState:
                 state["step"] = state["step"] * 0
 
 
-def _fill(tensor: Tensor, value: Tensor) -> None:
+def fill(tensor: Tensor, value: Tensor) -> None:
     """Write `value` into `tensor`; this rank's part of it, where `tensor` is sharded and `value` whole."""
     with torch.no_grad():
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):

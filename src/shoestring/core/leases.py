@@ -36,12 +36,17 @@ class HostMemory:
     """Bytes; see `settle`."""
     leases: dict[str, tuple[int, Priority]] = field(default_factory=dict)
     """Bytes and priority, by name."""
+    called_back: set[str] = field(default_factory=set)
+    """Names of leases that others need: their owners free the memory and `give` them as soon as they can."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def settle(self, free: float, ranks: int = 1) -> None:
+    def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
         """Set the budget, once in a run: this rank's share of 7/8 of the `free` bytes of a host with `ranks` ranks.
 
         What has been leased before is in use and therefore not free: it is added.
+
+        Args:
+            there: bytes of `free` that are in use already, for leases that are still to come.
         """
         with self._lock:
             if self.budget == math.inf:

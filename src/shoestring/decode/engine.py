@@ -84,7 +84,7 @@ class Engine:
         self.held: list[list[int]] = [[] for _ in range(slots)]  # tokens that the cache holds of texts that have ended
         self.waiting: deque[Row] = deque()
         self._reads_next = True
-        self._was_training = self.model.model.training
+        self._training = [module for module in self.model.model.modules() if module.training]
         self.model.model.eval()
 
     def submit(self, request: Request) -> Row:
@@ -104,8 +104,9 @@ class Engine:
             self._end(row, "cancelled")
 
     def close(self) -> None:
-        """Put the model back into the mode that it was in."""
-        self.model.model.train(self._was_training)
+        """Put each module of the model back into the mode that it was in."""
+        for module in self._training:
+            module.training = True
 
     @property
     def busy(self) -> bool:
@@ -161,12 +162,12 @@ class Engine:
             drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
         first, end = rows[0].slot, rows[-1].slot + 1
         counts, longest = [0] * (end - first), max(len(draft.tokens) for draft in drafts)
-        tokens = torch.zeros(end - first, longest + 1, dtype=torch.int64)
+        tokens = [[0] * (longest + 1)] * (end - first)
         for row, draft in zip(rows, drafts, strict=True):
             own = [row.history[-1], *draft.tokens]
             counts[row.slot - first] = len(own)
-            tokens[row.slot - first, : len(own)] = torch.tensor(own)
-        logits = self.model.read(tokens, self.cache, rows=slice(first, end), counts=counts)
+            tokens[row.slot - first] = [*own, *[0] * (longest + 1 - len(own))]
+        logits = self.model.read(torch.tensor(tokens), self.cache, rows=slice(first, end), counts=counts)
         self.counts.passes += 1
         self.counts.read += sum(not len(row) for row in rows)  # prompts cached but for their last token
         own = [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
+from shoestring._torch import ignore_in_ddp
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
+from shoestring.core.frozen import Reference
 from shoestring.core.job import Job
 from shoestring.core.step import no_sync
 
@@ -17,6 +19,10 @@ def replicate(job: Job, over: Sequence[str], bucket_mb: float, find_unused: bool
     group = job.world.group(over)
     if group is None:
         return
+    frozen = [kept.state.within_model for kept in job.kept.values() if isinstance(kept.state, Reference)]
+    if names := [name for each in frozen for name in each]:  # equal on all ranks already, and of types Gloo cannot send
+        ignore_in_ddp(job.model, names)
+        job.exits.callback(ignore_in_ddp, job.model, ())
     model = DistributedDataParallel(
         job.model,
         device_ids=[job.world.device.index] if job.world.device.type == "cuda" else None,

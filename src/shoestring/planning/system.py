@@ -1,10 +1,11 @@
-"""What the system reports of this host and process: free memory, peak memory, and out-of-memory kills."""
+"""What the system reports of this host and process: free memory, peak memory, pressure, and out-of-memory kills."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,20 +29,56 @@ _GROUPS = {
 }
 
 
+@dataclass(frozen=True)
+class Bound:
+    """What bounds the memory of some processes: their host, or a cgroup (v1 or v2)."""
+
+    key: str
+    """The same in every process that it bounds: "host", or the device and inode of the cgroup's folder."""
+    folder: Path
+    total: int
+    """Bytes."""
+    _files: _Group | None = None
+
+    def free(self) -> int:
+        """Bytes that are free now; file caches count as free.
+
+        Raises:
+            OSError, ValueError, KeyError: the system does not report it, or no longer.
+        """
+        if self._files is None:
+            return int(_table(self.folder / "proc/meminfo")["MemAvailable:"]) * _KIB
+        cache = int(_table(self.folder / "memory.stat")[self._files.cache])
+        return self.total - int((self.folder / self._files.used).read_text()) + cache
+
+    def pressure(self) -> float:
+        """Percent of the last ten seconds in which a process waited for memory; 0 where nothing reports it."""
+        with suppress(OSError, ValueError, KeyError):
+            path = "memory.pressure" if self._files else "proc/pressure/memory"
+            return float(_table(self.folder / path)["some"].removeprefix("avg10="))
+        return 0.0
+
+
+def memory_bounds(root: Path = ROOT) -> Iterator[Bound]:
+    """Yield what bounds the memory of this process: its host, then its cgroups that have a limit."""
+    with suppress(OSError, KeyError, ValueError):
+        yield Bound("host", root, int(_table(root / "proc/meminfo")["MemTotal:"]) * _KIB)
+    for folder, group in _groups(root):
+        with suppress(OSError, ValueError):  # "max" is no number: no limit
+            found = folder.stat()
+            yield Bound(f"{found.st_dev}:{found.st_ino}", folder, int((folder / group.limit).read_text()), group)
+
+
 def free_memory(root: Path = ROOT) -> float:
     """Return the free bytes of this host and of this process's cgroups (v1 or v2), whichever is less; inf if unknown.
 
     File caches count as free.
     """
-    try:
-        left = [int(_table(root / "proc/meminfo")["MemAvailable:"]) * _KIB]
-    except (OSError, KeyError, ValueError):
-        return math.inf
-    for folder, group in _groups(root):
-        with suppress(OSError, ValueError, KeyError):  # "max" is no number: no limit
-            cache = int(_table(folder / "memory.stat")[group.cache])
-            left.append(int((folder / group.limit).read_text()) - int((folder / group.used).read_text()) + cache)
-    return max(0, min(left))
+    left = []
+    for bound in memory_bounds(root):
+        with suppress(OSError, ValueError, KeyError):
+            left.append(bound.free())
+    return max(0, min(left, default=math.inf))
 
 
 def peak_above_now(root: Path = ROOT) -> int:

@@ -15,6 +15,7 @@ from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.loader import Loader
+from shoestring.memory import LoRA
 from shoestring.models.loading import build_model
 from shoestring.naming import resolve
 from shoestring.planning.system import free_memory
@@ -27,7 +28,9 @@ def build_job(run: Run, world: World, data: DataSets, trace: Trace) -> Job:
     settings = run.settings
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(settings.deterministic or deterministic)
-    model = build_model(settings.model, run.model, data.model_arguments, settings.seed).to(world.device)
+    model = build_model(settings.model, run.model, data.model_arguments, settings.seed)
+    if not any(isinstance(feature, LoRA) and feature.places_model for feature in run.features):
+        model = model.to(world.device)
     loss = resolve(settings.loss, "run.loss") if settings.loss else cross_entropy
     progress = Progress(total=0 if settings.minutes else settings.steps)
     job = Job(model, call_model, loss, progress=progress, world=world, trace=trace)

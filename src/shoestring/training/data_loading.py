@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,9 +13,11 @@ import torch
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.leases import Priority
 from shoestring.core.task import Batch
 from shoestring.core.world import World
-from shoestring.data import BYTES
+from shoestring.data import BYTES, Data
+from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.sources import open_source
 from shoestring.data.together import prepare
@@ -26,6 +29,8 @@ from shoestring.models.saving import model_folder
 from shoestring.naming import resolve
 from shoestring.run import Run
 
+log = logging.getLogger("shoestring.data")
+
 
 @dataclass(frozen=True)
 class DataSets:
@@ -34,6 +39,11 @@ class DataSets:
     train: Dataset[Any]
     held_out: Dataset[Any] | None
     corpus: Corpus | None
+
+    def close(self) -> None:
+        """Give back the memory of a cache."""
+        if isinstance(self.train, Cached):
+            self.train.close()
 
     @property
     def model_arguments(self) -> dict[str, Any]:
@@ -58,6 +68,10 @@ def open_data(run: Run, world: World, folder: Path) -> DataSets:
     """
     if is_own(run):
         return _own(run, world)
+    if run.data.cache_memory or run.data.cache_disk:
+        raise ConfigError(
+            "data.cache_memory and data.cache_disk are for data sets of your own; text lies on disk as it is"
+        )
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
     world.agree(lambda: _check_teachers(run, corpus.tokenizer))
@@ -84,8 +98,17 @@ def model_arguments(run: Run) -> dict[str, Any]:
         if source.endswith(".tokens"):
             vocabulary = read_header(Path(source)).vocab_size
         elif not source.startswith("hf:"):
-            open_source(source, run.data.field)
+            open_source(source, run.data.record_field)
     return {"vocab_size": vocabulary, "context": run.data.sequence}
+
+
+def with_steps(run: Run, data: DataSets) -> Run:
+    """The run with the number of steps that `run.epochs` asks for, where it does."""
+    if not run.settings.epochs:
+        return run
+    samples = run.settings.epochs * len(data.train)  # pyright: ignore[reportArgumentType] (torch leaves __len__ out)
+    steps = max(1, math.ceil(samples / run.settings.batch - 1e-6))
+    return replace(run, settings=replace(run.settings, steps=steps))
 
 
 def sample_bytes(sample: Any) -> int:
@@ -158,9 +181,21 @@ def _own(run: Run, world: World) -> DataSets:
         for each in (train, held_out):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):
                 raise DataError(f"`{run.settings.data}` returned no data set with a length and items")
-        return DataSets(train, held_out, None)
+        return DataSets(_cached(train, run.data, world), held_out, None)
 
     return world.agree(make)
+
+
+def _cached(dataset: Dataset[Any], settings: Data, world: World) -> Dataset[Any]:
+    """The data set behind the cache that the run asks for."""
+    memory, disk = (int(gib * 2**30) for gib in (settings.cache_memory, settings.cache_disk))
+    if memory and world.local_rank == 0 and not world.memory.take("samples", memory, Priority.CACHE):
+        log.warning("there is no memory for data.cache_memory, so samples are not kept in it: %s", world.memory)
+        memory = 0
+    if not (memory or disk):
+        return dataset
+    folder = Path(settings.cache_folder or "~/.cache/shoestring/samples").expanduser()
+    return Cached(dataset, memory=memory, disk=disk, folder=folder)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoestring.core.errors import CheckpointError, ShoestringError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
+from shoestring.memory.exhausted import explain
 
 log = logging.getLogger("shoestring")
 
@@ -39,15 +40,15 @@ def writable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def enough_memory(job: Job) -> Iterator[None]:
-    """Turn running out of memory into an error that names the knobs."""
+    """Turn running out of memory into an error that names what was largest, and the knob that lowers it."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
+        held, hint = explain(job, error)
         raise ShoestringError(
-            f"out of memory on {job.world.device} at step {job.progress.step + 1}",
-            hint="raise run.accumulate, lower run.batch or data.sequence, or add [memory.recompute]",
+            f"out of memory on {job.world.device} at step {job.progress.step + 1}: {held}", hint=hint
         ) from error
 
 

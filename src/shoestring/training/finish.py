@@ -22,10 +22,12 @@ from shoestring.core.trace import span
 from shoestring.data import baselines
 from shoestring.decode.engine import generate
 from shoestring.decode.settings import Sampling
-from shoestring.models import slorb
+from shoestring.memory import LoRA
+from shoestring.memory.adapters.leaving import save_adapters
+from shoestring.models import adapter_folder, slorb
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import build_model, origin_of
-from shoestring.models.saving import save_model
+from shoestring.models.saving import base_name, save_model
 from shoestring.naming import resolve
 from shoestring.report import history_file, timeline
 from shoestring.report.console import Console
@@ -112,6 +114,7 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
             f"data: {' + '.join(run.sources)}, {corpus.documents:,} documents, {corpus.bytes / 1e6:.1f} MB, "
             f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
         )
+        yield from (f"  {note}" for note in corpus.train.notes)
     length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
     total = sum(parameter.numel() for parameter in job.named().values())
     trained = f", {_count(job.trace.parameters)} of them trained" if job.trace.parameters < total else ""
@@ -198,11 +201,18 @@ def _baselines(job: Job, data: DataSets) -> dict[str, float]:
 
 
 def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None:
-    """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective."""
+    """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective.
+
+    Adapters are written beside it, or alone where they are not to be merged.
+    """
     origin = origin_of(run.settings.model, run.model, data.model_arguments)
     whole = _whole(job, origin)
-    if whole is not None and job.world.first:
+    adapted = next((feature for feature in job.features if isinstance(feature, LoRA)), None)
+    if whole is not None and job.world.first and (adapted is None or adapted.merge):
         save_model(whole, data.corpus and data.corpus.tokenizer, folder, origin)
+    if adapted is not None:
+        beside = folder / adapter_folder.FOLDER
+        save_adapters(job, adapted.name, beside, base_name(run.settings.model), adapted.dropout)
     return whole
 
 

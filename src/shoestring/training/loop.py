@@ -22,7 +22,7 @@ from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
 from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import open_data, to_device
+from shoestring.training.data_loading import open_data, to_device, with_steps
 from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
@@ -62,6 +62,8 @@ def train(
         run = run.placed(path)
         stack.enter_context(writable(path))
         data = open_data(run, world, path)
+        stack.callback(data.close)
+        run = with_steps(run, data)
         world.agree(lambda: remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(build_job(run, world, data, trace))

@@ -42,7 +42,7 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
     told = group.all_gather([min(free_memory() + there, _ALL), peak_above_now(), most])[host : host + world.local_size]
     free = min(free for free, _, _ in told) - sum(above for _, above, _ in told)
     free = max(0.0, min([free, *(most for *_, most in told)]))
-    world.memory.settle(free, world.local_size)
+    world.memory.settle(free, world.local_size, there)
     if world.local_rank == 0:
         with suppress(OSError, ShoestringError):
             check_private(folder)
@@ -63,6 +63,14 @@ def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
         return ""
     has = memory.described(but=name)
     return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {has}"
+
+
+def called_back(memory: HostMemory, name: str) -> str:
+    """Why slots must be freed now, and then given; empty where nobody needs them."""
+    if name not in memory.called_back:
+        return ""
+    nbytes = memory.leases[name][0] if name in memory.leases else 0
+    return f"others on this host need the {nbytes / 1e6:.0f} MB of its slots"
 
 
 def release(memory: HostMemory) -> None:

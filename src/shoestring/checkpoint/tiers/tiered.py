@@ -116,6 +116,8 @@ class Checkpointer:
             self.begin()
         self.finished = self._last = False
         self.schedule.stepped(began, step, beside=not self.keeper.idle)
+        if self._fits and self.keeper.idle and (reason := budget.called_back(self.world.memory, budget.OWN)):
+            self._give_back(self.own[0], reason)
         if last:
             self.finish()
             return
@@ -231,15 +233,19 @@ class Checkpointer:
         if self._fits and self.keeper.idle:
             reason = budget.lacking(self.world.memory, budget.OWN, len(self.own), nbytes)
             if reason:
-                self._fits = False
-                self._settle()
-                self.stager.unpin()
-                for each in self.own:
-                    each.close(reason)
-                self.world.memory.give(budget.OWN)
-                self.own, self.keeper.pinned = [slot], None
+                self._give_back(slot, reason)
         if not self._fits:
             self.world.memory.take(budget.STAGING, nbytes)
+
+    def _give_back(self, slot: Slot, reason: str) -> None:
+        """Free the own slots; only `slot` stays, to be filled again for the disk."""
+        self._fits = False
+        self._settle()
+        self.stager.unpin()
+        for each in self.own:
+            each.close(reason)
+        self.world.memory.give(budget.OWN)
+        self.own, self.keeper.pinned = [slot], None
 
     def _then(self, slot: Slot, checkpoint: CheckpointId, further: set[str], loss: Tensor | None = None) -> None:
         """Seal once everything is copied, and let the other thread do what is due besides."""

@@ -41,7 +41,7 @@ def install(job: Job, settings: Exchange) -> None:
     axes = [axis for axis in DATA if (axis in job.replicas) == under_ddp]
     if job.world.ranks_over(axes) == 1 and not settings.runs_alone:
         return
-    sharded_codec = settings.needs_all_gradients and job.engine == "fsdp"
+    sharded_codec = settings.needs_all_gradients and job.engine in ("fsdp", "zero")
     routes = [Route(job.world, axes, torus=settings.torus, sharded=sharded_codec) for _ in range(settings.channels)]
     ignored = getattr(job.model, "parameters_to_ignore", ())  # parameters that the user told DDP to ignore
     trained = {name: tensor for name, tensor in job.trained.items() if name not in ignored}
@@ -55,7 +55,7 @@ def install(job: Job, settings: Exchange) -> None:
         job.exits.callback(HookState(coordinator, job.model, sum(sizes.values()) // settings.exchanges).detach)
     else:
         _exchange_before_step(job, axes, coordinator, settings.name)
-    sharded = job.engine == "fsdp" or routes[0].inner is not None
+    sharded = job.engine in ("fsdp", "zero") or routes[0].inner is not None
     state = _ExchangeState(coordinator, job.world.ranks_over([LOCAL]) if sharded else 1)
     job.keep(settings.name.split(".")[0], state, across="own", merge=state.merge)
     job.at(Phase.CAPTURE, _ExchangeMetrics(job, coordinator, routes[0]).publish)

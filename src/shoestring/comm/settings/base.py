@@ -93,11 +93,11 @@ class Exchange(Feature):
                 "DDP already has a communication hook, and takes only one",
                 hint=f"register no hook, or remove `{self.name}`",
             )
-        sharded = {axis for feature in job.features if feature.engine == "fsdp" for axis in feature.over}
-        if job.world.ranks_over(DATA) > 1 and sharded.issuperset(DATA):
+        sharding = [feature for feature in job.features if feature.engine in ("fsdp", "zero")]
+        if job.world.ranks_over(DATA) > 1 and {axis for feature in sharding for axis in feature.over}.issuperset(DATA):
             raise ConfigError(
-                f"`{self.name}` has nothing to exchange, because the model is sharded over all ranks",
-                hint='shard inside hosts only, with parallel.fsdp.hosts = "leave"',
+                f"`{self.name}` has nothing to exchange, because the gradients are sharded over all ranks",
+                hint=f'shard inside hosts only, with {sharding[0].name}.hosts = "leave"',
             )
 
     def apply(self, job: Job, seam: Seam) -> None:

@@ -78,6 +78,11 @@ class LocalSteps(Feature):
                 f"`{self.name}` cannot use a model in DDP, which averages the gradients of all ranks at every step",
                 hint='pass the bare model, with parallel.DDP(hosts="leave") where hosts have several ranks',
             )
+        if job.engine == "zero":
+            raise ConfigError(
+                f"`{self.name}` merges parameters, and `memory.zero` lets the optimizer step shards of them",
+                hint='inside hosts use parallel.FSDP(hosts="leave") or parallel.DDP(hosts="leave")',
+            )
         if (wire := self._find_exchange(job)) is not None:
             raise ConfigError(
                 f"`{wire.name}` exchanges gradients at every step, and `{self.name}` is meant to avoid that",

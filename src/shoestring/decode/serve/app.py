@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -251,7 +252,10 @@ class _Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *_HEADERS]
-            await send(message)
+            try:
+                await send(message)
+            except LocalProtocolError:  # uvicorn itself refused the rest of the request, and has closed the connection
+                status = GONE
 
         try:
             try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import DataError
+from shoestring.data.chat_template import ChatTemplate, chat_template
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.decode.serve.template import ChatTemplate, chat_template
 
 
 @dataclass(frozen=True, kw_only=True)
