@@ -151,15 +151,24 @@ def _recording(size: int) -> float:
         with torch.no_grad():
             return chain()
 
-    return max(_seconds(chain) - _seconds(without), 0.0) / CHAIN
+    recorded, not_recorded = _seconds(chain, without)
+    return max(recorded - not_recorded, 0.0) / CHAIN
 
 
-def _seconds(work: Callable[[], object], least: float = 0.002, rounds: int = 5) -> float:
+def _seconds(*works: Callable[[], object], least: float = 0.002, rounds: int = 9) -> list[float]:
+    """Of a call of each, the least of the rounds, which alternate between them."""
+    calls = [_calls(work, least) for work in works]
+    taken = [[_timed(work, n) / n for work, n in zip(works, calls, strict=True)] for _ in range(rounds)]
+    return [min(each) for each in zip(*taken, strict=True)]
+
+
+def _calls(work: Callable[[], object], least: float) -> int:
+    """How many of them take at least so many seconds."""
     work()
     calls = 1
     while (taken := _timed(work, calls)) < least:
         calls = max(2 * calls, int(calls * least / max(taken, 1e-6)))
-    return min(_timed(work, calls) for _ in range(rounds)) / calls
+    return calls
 
 
 def _timed(work: Callable[[], object], calls: int) -> float:
@@ -176,19 +185,22 @@ def measure() -> dict[str, dict[str, list[float]]]:
     table: dict[str, dict[str, list[float]]] = {}
     start = torch.zeros(1, requires_grad=True)
     end, one = start.view_as(start), torch.ones(1)
-    engine = _seconds(lambda: torch.autograd.grad(end, start, one, retain_graph=True))
+
+    def engine() -> object:
+        return torch.autograd.grad(end, start, one, retain_graph=True)
+
     for name, operator in _operators().items():
         forward, backward = [], []
         for size in SIZES:
             x = torch.rand(size // WIDTH, WIDTH).add_(0.1).requires_grad_()
             other = x.detach()
-            forward.append(round(1e9 * _seconds(lambda: operator(x, other))))  # noqa: B023
+            forward.append(round(1e9 * _seconds(lambda: operator(x, other))[0]))  # noqa: B023
             y = operator(x, other)
             if not y.requires_grad:
                 continue
             given = torch.ones_like(y)
-            taken = _seconds(lambda: torch.autograd.grad(y, x, given, retain_graph=True))  # noqa: B023
-            backward.append(round(1e9 * max(taken - engine, 1e-6)))
+            taken, empty = _seconds(lambda: torch.autograd.grad(y, x, given, retain_graph=True), engine)  # noqa: B023
+            backward.append(round(1e9 * max(taken - empty, 1e-6)))
         table[name] = {"forward": forward, **({"backward": backward} if backward else {})}
         print(name, table[name], flush=True)
     table["recording"] = {"forward": [round(1e9 * _recording(size)) for size in SIZES]}
@@ -198,7 +210,7 @@ def measure() -> dict[str, dict[str, list[float]]]:
             parameters = [torch.rand(size).requires_grad_() for _ in range(PARAMETERS)]
             for parameter in parameters:
                 parameter.grad = torch.rand(size)
-            times.append(round(1e9 * _seconds(make(parameters)) / PARAMETERS))
+            times.append(round(1e9 * _seconds(make(parameters))[0] / PARAMETERS))
         table[name] = {"forward": times}
         print(name, table[name], flush=True)
     return table
