@@ -52,6 +52,7 @@ __all__ = [
     "paired_commands",
     "parser",
     "report",
+    "resumable",
     "run_command",
     "selected",
     "stored",
@@ -172,6 +173,18 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     flags.add_argument("--list", action="store_true", help="print the bars and measure nothing")
     flags.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
+    return flags
+
+
+def resumable(area: str, runs: Path | None = None) -> argparse.ArgumentParser:
+    """The flags of areas whose long measurements go on where they stopped: minutes to measure, and what was stored.
+
+    Args:
+        runs: folder of what is stored, by default the area's own among the results.
+    """
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--budget", type=float, default=math.inf)
+    flags.add_argument("--runs", type=Path, default=runs or RESULTS / "runs" / area)
     return flags
 
 

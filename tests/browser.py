@@ -10,7 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; CI installs one")
 FLAGS = (
     "--headless",
     "--no-sandbox",

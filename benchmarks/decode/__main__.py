@@ -11,16 +11,14 @@ from pathlib import Path
 from benchmarks import decode
 from benchmarks.decode import distillation, exactness, pretrained, server, skipping, speculation, weights
 from benchmarks.decode.pairs import Pairs
-from benchmarks.harness import Bar, Deadline, main
+from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
 
 
 def flags() -> argparse.ArgumentParser:
-    known = argparse.ArgumentParser(add_help=False)
+    known = resumable("decode")
     known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "decode")
-    known.add_argument("--budget", type=float, default=float("inf"))
-    known.add_argument("--runs", type=Path, default=RESULTS / "runs" / "decode")
     known.add_argument("--pictures", action="store_true")
     return known
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.harness import Deadline, main
+from benchmarks.harness import Deadline, main, resumable
 from benchmarks.memory import broker, lora, offload, prediction, tracing, zero
 
 
 def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
-    flags = argparse.ArgumentParser(add_help=False)
-    flags.add_argument("--budget", type=float, default=float("inf"))
-    flags.add_argument("--runs", type=Path, default=lora.RUNS)
-    known, rest = flags.parse_known_args(argv)
+    known, rest = resumable("memory", lora.RUNS).parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
     ours = (tracing.rows, prediction.rows, zero.rows, offload.rows, broker.rows)
     parts = (*ours, lambda: lora.rows(known.runs, deadline))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 from benchmarks import profile
-from benchmarks.harness import Bar, Deadline, main
+from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.profile import cases, cost, findings, growth, jax_rows, truth
-from benchmarks.rows import RESULTS
 
 
 def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
-    flags = argparse.ArgumentParser(add_help=False)
-    flags.add_argument("--budget", type=float, default=float("inf"))
-    flags.add_argument("--runs", type=Path, default=RESULTS / "runs" / "profile")
-    known, rest = flags.parse_known_args(argv)
+    known, rest = resumable("profile").parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
 
     @cache

@@ -10,18 +10,16 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import sparse
-from benchmarks.harness import Bar, Deadline, main
+from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS
 from benchmarks.sparse import contest, finetuning, packed, primitives
 
 
 def flags() -> argparse.ArgumentParser:
-    known = argparse.ArgumentParser(add_help=False)
+    known = resumable("sparse")
     known.add_argument("--cache", type=Path, default=ROOT / ".cache" / "sparse")
-    known.add_argument("--budget", type=float, default=float("inf"))
     known.add_argument("--trial", action="store_true")
-    known.add_argument("--runs", type=Path, default=RESULTS / "runs" / "sparse")
     return known
 
 

@@ -22,12 +22,14 @@ from shoestring.data.loader import Loader
 from shoestring.run import parse
 from shoestring.training.loop import train
 
+LIMIT = 60  # seconds for what takes a hundredth of one
+
 
 class Store:
-    """A slow data set that counts who asks it."""
+    """A data set that counts who asks it."""
 
-    def __init__(self, samples=40, size=100, delay=0.0):
-        self.samples, self.size, self.delay, self.asked = samples, size, delay, []
+    def __init__(self, samples=40, size=100):
+        self.samples, self.size, self.asked = samples, size, []
 
     fingerprint = "a store"
 
@@ -36,7 +38,6 @@ class Store:
 
     def __getitem__(self, index):
         self.asked.append(index)
-        time.sleep(self.delay)
         return {"inputs": torch.full((self.size,), index), "targets": index}
 
 
@@ -51,6 +52,14 @@ class Remote(Store):
         return {"inputs": torch.tensor(list(raw[:4])), "length": len(raw)}
 
     __getitem__ = None
+
+
+def until(condition):
+    """Wait for what another thread does."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -212,10 +221,12 @@ def test_what_a_killed_process_left_is_used_by_the_next_and_removed_by_one_of_an
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_loaders_workers_find_what_was_fetched_ahead(root, context):
-    cached = Cached(Store(delay=0.001), memory=1 << 20)
+    cached = Cached(Store(), memory=1 << 20)
     loader = Loader(cached, batch=8, workers=1, context=context, seed=3)
     batches = iter(loader)
-    seen = [int(each) for _ in range(5) for each in next(batches)[0]["targets"]]
+    seen = [int(each) for each in next(batches)[0]["targets"]]
+    until(lambda: cached.counts.ahead > 0)  # before the worker, which is at most two batches ahead, asks for the last
+    seen += [int(each) for _ in range(4) for each in next(batches)[0]["targets"]]
     assert sorted(seen) == list(range(40))
     del batches
     loader.close()
@@ -238,11 +249,28 @@ def test_the_order_is_heard_before_it_is_asked_for(root):
 
 
 def test_threads_fetch_a_sample_once(root):
-    store = Store(delay=0.02)
+    came, others, goes_on = threading.Event(), threading.Barrier(8), threading.Event()
+
+    class Slow(Store):
+        def __getitem__(self, index):
+            came.set()
+            assert goes_on.wait(LIMIT)
+            return super().__getitem__(index)
+
+    def asks():
+        others.wait(LIMIT)
+        assert int(cached[7]["targets"]) == 7
+
+    store = Slow()
     cached = Cached(store, memory=1 << 20)
-    threads = [threading.Thread(target=cached.__getitem__, args=(7,)) for _ in range(8)]
-    for thread in threads:
+    threads = [threading.Thread(target=cached.__getitem__, args=(7,))]
+    threads[0].start()
+    assert came.wait(LIMIT)
+    threads += [threading.Thread(target=asks) for _ in range(7)]
+    for thread in threads[1:]:
         thread.start()
+    others.wait(LIMIT)
+    goes_on.set()
     for thread in threads:
         thread.join()
     assert store.asked == [7]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_chromium
 from tests.decode.small_server import running
 from tests.decode.test_server_limits import KEYS, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 READY = "!document.querySelector('footer').hidden"
 DONE = "document.getElementById('stop').hidden && document.querySelector('article:last-child .text')?.textContent"

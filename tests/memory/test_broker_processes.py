@@ -34,7 +34,7 @@ def host(tmp_path):
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 TENANT = """
-import os, sys, subprocess, time
+import os, sys, subprocess
 from pathlib import Path
 from shoestring.core.leases import Priority
 from shoestring.memory.broker.tenant import BrokeredMemory, Terms
@@ -47,11 +47,11 @@ if how == "forks":
     child = os.fork()
     if child == 0:
         assert memory.take("its own", 5) and memory._ledger is None  # and is no tenant
-        time.sleep(600)
+        sys.stdin.read()
 elif how == "starts":
-    child = subprocess.Popen(["sleep", "600"], close_fds=False).pid
+    child = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL, close_fds=False).pid
 print(child, flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
@@ -59,7 +59,7 @@ time.sleep(600)
 def tenant_process(folder, nbytes=1 << 20, how="alone"):
     """A tenant in a process of its own, and the number of its child."""
     command = [sys.executable, "-c", TENANT, str(folder), str(nbytes), how]
-    process = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child = 0
     try:
         assert select.select([process.stdout], [], [], LIMIT)[0], "it did not start"
@@ -69,6 +69,7 @@ def tenant_process(folder, nbytes=1 << 20, how="alone"):
         process.kill()
         process.wait(LIMIT)
         process.stdout.close()
+        process.stdin.close()
         if child:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -116,9 +117,9 @@ def test_what_a_process_has_in_memory_is_asked_of_the_system(own):
 def test_a_folder_that_is_kept_locked_stops_no_training(own, monkeypatch):
     """Somebody was stopped in the wrong moment: what is required is granted all the same."""
     monkeypatch.setattr("shoestring.memory.broker.tenant.PATIENCE", 0.05)
-    command = "import fcntl, sys, time; f = open(sys.argv[1], 'r+b'); fcntl.lockf(f, 2); print(1, flush=True); "
-    command = [sys.executable, "-c", command + "time.sleep(600)", str(own.terms.folder / "bell")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    command = "import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.lockf(f, 2); print(1, flush=True); "
+    command = [sys.executable, "-c", command + "sys.stdin.read()", str(own.terms.folder / "bell")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert select.select([process.stdout], [], [], LIMIT)[0] and process.stdout.readline()
         with listening() as said:
             assert own.take("needed", 100) and not own.take("cache", 100, Priority.CACHE)

@@ -254,7 +254,7 @@ def as_bytes(value):
         ({"parent": np.array([-1, 7])}, "name parents, links or names that are not there"),
         ({"name": np.array([0, 9])}, "name parents, links or names that are not there"),
         ({"line": np.array([0])}, "columns of"),
-        ({"head": as_bytes({"format": "other", "version": 1})}, "no profile of shoestring"),
+        ({"head": as_bytes({"format": "other", "version": 1})}, "not a profile of shoestring"),
         ({"head": as_bytes({"format": "shoestring-profile", "version": 99})}, "newer version"),
         ({"names": as_bytes({"a": 1})}, "no list of texts"),
         ({"head": as_bytes([1])}, "not a profile, or damaged"),

@@ -13,10 +13,10 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.recording import Facts, Profile, StepTimes
 from shoestring.profile.tree import CallTree, NodeKind, totals
 from shoestring.profile.view import page
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_chromium
 from tests.profile.small_profiles import HOSTILE, hostile, small
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+pytestmark = needs_chromium
 LIMIT = 1_000_000  # bytes of a page without its data
 DEPTH = 60
 TIMED = "(() => { const began = performance.now(); %s; return performance.now() - began; })()"

@@ -14,7 +14,7 @@ import pytest
 from shoestring.profile.comparison import merged
 from shoestring.profile.exports import FORMATS
 from shoestring.profile.recording import StepTimes
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_chromium
 from tests.profile.small_profiles import hostile, small
 
 pytestmark = pytest.mark.slow
@@ -130,7 +130,7 @@ def test_speedscopes_schema_fits(python, speedscope, tmp_path):
     assert asked(python, SCHEMA, path, schema) == "valid"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@needs_chromium
 @pytest.mark.parametrize("kind", ["speedscope", "pprof", "collapsed"])
 def test_speedscope_shows_what_it_reads(speedscope, tmp_path, kind):
     path = exported(kind, merged([small(), hostile()]), tmp_path)

@@ -9,30 +9,16 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.profile.blind2 import (
-    clean_other,
-    clean_training,
-    communication,
-    fusible,
-    hotspot,
-    imbalance,
-    layout,
-    loading,
-    optimizers,
-    retracing,
-    synchronization,
-)
+from benchmarks.profile.planted.program import FAULTS, programs
 
-_FAULTS = (hotspot, fusible, optimizers, imbalance, synchronization, loading, layout, retracing, communication)
+PLANTED = programs(__name__, FAULTS)
 
-PLANTED = [program for module in _FAULTS for program in module.PROGRAMS]
-
-CLEAN = [*clean_training.PROGRAMS, *clean_other.PROGRAMS]
+CLEAN = programs(__name__, ("clean_training", "clean_other"))
 
 
 def _drawn() -> frozenset[str]:
     lot = random.Random(20261123)
-    faults = [lot.choice([program.name for program in module.PROGRAMS]) for module in _FAULTS]
+    faults = [lot.choice([program.name for program in programs(__name__, [module])]) for module in FAULTS]
     return frozenset([*faults, *lot.sample([program.name for program in CLEAN], 10)])
 
 

@@ -6,25 +6,10 @@ are not among the clean programs: like most code that is found, they are not fre
 
 from __future__ import annotations
 
-from benchmarks.profile.planted import (
-    clean_other,
-    clean_training,
-    communication,
-    fusible,
-    hotspot,
-    imbalance,
-    layout,
-    loading,
-    optimizers,
-    retracing,
-    synchronization,
-)
-from benchmarks.profile.planted.program import Clean, Planted
+from benchmarks.profile.planted.program import FAULTS, Clean, Planted, programs
 
 __all__ = ["CLEAN", "PLANTED", "Clean", "Planted"]
 
-_FAULTS = (hotspot, fusible, optimizers, imbalance, synchronization, loading, layout, retracing, communication)
+PLANTED = programs(__name__, FAULTS)
 
-PLANTED = [program for module in _FAULTS for program in module.PROGRAMS]
-
-CLEAN = [*clean_training.PROGRAMS, *clean_other.PROGRAMS]
+CLEAN = programs(__name__, ("clean_training", "clean_other"))

@@ -23,8 +23,9 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,3 +104,22 @@ def seeded(seed: int = 0) -> torch.Generator:
 def weights(model: torch.nn.Module) -> list[Tensor]:
     """Copies of all parameters, as the result of a training."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+FAULTS = (
+    "hotspot",
+    "fusible",
+    "optimizers",
+    "imbalance",
+    "synchronization",
+    "loading",
+    "layout",
+    "retracing",
+    "communication",
+)
+"""Modules of a set's programs, one for each of the first nine analyses."""
+
+
+def programs(package: str, modules: Iterable[str]) -> list[Any]:
+    """Those of some modules of a package, in order."""
+    return [program for name in modules for program in import_module(f"{package}.{name}").PROGRAMS]

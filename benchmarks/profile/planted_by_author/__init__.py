@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.profile.planted_by_author import (
-    communication,
-    copies,
-    evaluation,
-    fusible,
-    growing,
-    hotspot,
-    imbalance,
-    layout,
-    loading,
-    optimizers,
-    python_bound,
-    recomputation,
-    retracing,
-    synchronization,
-    threads,
-    unjitted,
-)
+from benchmarks.profile.planted.program import FAULTS, programs
 
-_FAULTS = (hotspot, fusible, optimizers, imbalance, synchronization, loading, layout, retracing, communication)
-_FAULTS += (python_bound, unjitted, copies, recomputation, evaluation, threads, growing)
+_LATER = ("python_bound", "unjitted", "copies", "recomputation", "evaluation", "threads", "growing")
+"""Of the second ten analyses."""
 
-PLANTED = [program for module in _FAULTS for program in module.PROGRAMS]
+PLANTED = programs(__name__, (*FAULTS, *_LATER))

@@ -23,6 +23,7 @@ from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.standard import parameter_groups
+from shoestring.optim.stepping import Stepping
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.standard import AdamW
@@ -72,7 +73,7 @@ def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
     return (flat * scales).view(numbers.shape)
 
 
-class EightBitAdamW(Optimizer):
+class EightBitAdamW(Stepping):
     """AdamW (Loshchilov and Hutter, 2019) with averages of 8 bits; parameters that are small keep those of 32.
 
     State of a parameter: `step`, and `first` and `root` (uint8, of its shape) with `first_scale` and `root_scale`
@@ -89,20 +90,13 @@ class EightBitAdamW(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step over the parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+                    self._step(parameter, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         first, second = self._averages(parameter, state)
         gradient = parameter.grad.to(first.dtype)  # pyright: ignore[reportOptionalMemberAccess]

@@ -6,7 +6,7 @@ whole, and sends the parts of their steps back: two all-to-alls of a gradient's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import local, shares
 from shoestring.optim.standard import parameter_groups
+from shoestring.optim.stepping import Stepping
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.muon import Muon
@@ -74,7 +75,7 @@ def _work(shape: torch.Size) -> int:
     return min(rows, columns) ** 2 * max(rows, columns)
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(Stepping):
     """Muon for groups with `muon`, AdamW for the others.
 
     Args:
@@ -100,12 +101,7 @@ class MuonAdamW(Optimizer):
         self.match_adamw, self.sharers = match_adamw, sharers
         super().__init__(params, {"lr": 1e-3, "weight_decay": 0.1, "muon": True, "betas": betas, "eps": eps})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         matrices: list[tuple[dict[str, Any], Tensor]] = []
         for group in self.param_groups:
             tensors = [each for each in group["params"] if each.grad is not None]
@@ -115,7 +111,6 @@ class MuonAdamW(Optimizer):
                 self._adamw(group, tensors)
         if matrices:
             self._muon(matrices)
-        return loss
 
     def _muon(self, matrices: list[tuple[dict[str, Any], Tensor]]) -> None:
         tensors = [each for _, each in matrices]

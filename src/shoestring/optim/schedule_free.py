@@ -4,7 +4,7 @@ steps and x is the average of all z, weighted by the squares of their learning r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from shoestring.optim.averaging import check_steps_parameters, swapped
 from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import local
 from shoestring.optim.standard import parameter_groups
+from shoestring.optim.stepping import Stepping
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.averaging import ScheduleFree as Settings
@@ -38,7 +39,7 @@ def averaged(y: Tensor, z: Tensor, beta: float) -> Tensor:
     return torch.lerp(y.float(), z.float(), 1 - 1 / beta).to(y.dtype)
 
 
-class ScheduleFreeAdamW(Optimizer):
+class ScheduleFreeAdamW(Stepping):
     """The parameters are where gradients are taken; `average` gives the weights to use."""
 
     def __init__(
@@ -53,16 +54,10 @@ class ScheduleFreeAdamW(Optimizer):
         self.betas, self.eps = betas, eps
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for group in self.param_groups:
             if tensors := [each for each in group["params"] if each.grad is not None]:
                 self._step(group, tensors)
-        return loss
 
     def _step(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         for each in tensors:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shoestring.optim.norms import local
+from shoestring.optim.stepping import Stepping
 
 BLOCK = 8192
 """Elements that one thread takes at a time; `native/layerwise.c` has the same number."""
@@ -56,7 +57,7 @@ class DynamicBound:
         self.running = None if bool(state_dict["running"].isnan()) else state_dict["running"]
 
 
-class Layerwise(Optimizer):
+class Layerwise(Stepping):
     """An optimizer of which groups with `adapts` have trust ratios.
 
     Attributes:
@@ -68,19 +69,14 @@ class Layerwise(Optimizer):
         self.numbers: dict[str, Tensor] = {}
         super().__init__(params, defaults | {"adapts": True})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         ready = [(group, each) for group in self.param_groups for each in group["params"] if each.grad is not None]
         if ready:
             self._step(Now.of(ready))
-        return loss
 
+    @abstractmethod
     def _step(self, now: Now) -> None:
-        raise NotImplementedError
+        """Change the tensors that the step is about."""
 
     def _states(self, now: Now, *names: str) -> list[list[Tensor]]:
         """This rank's parts of what is kept of each tensor, zero at first; by name."""

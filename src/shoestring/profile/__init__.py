@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Reduction, Seam, Table
+from shoestring.core.feature import Reduction, Seam, Table
+from shoestring.report.recordings import RecordsSteps
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -21,7 +22,7 @@ __all__ = ["CallPaths", "ProfileResult", "load", "profiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallPaths(Feature):
+class CallPaths(RecordsSteps):
     """Profile some steps of training: where their time goes, line by line, as a file and a page in the run's folder."""
 
     after: int = 10
@@ -40,15 +41,8 @@ class CallPaths(Feature):
     folder: str = "."
     """Folder for profile.npz and profile.html; in a run it lies in the run's folder."""
 
-    seams: ClassVar = (Seam.STEP,)
-
-    def placed(self, folder: Path) -> Self:
-        return replace(self, folder=str(folder / self.folder))
-
     def check(self, job: Job) -> None:
-        for name in ("after", "steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
+        super().check(job)
         if not 0 < self.share <= 1:
             raise ConfigError(f"`{self.name}.share` must be above 0 and at most 1, got {self.share}")
         if not 0 <= self.budget <= 1:
@@ -58,10 +52,6 @@ class CallPaths(Feature):
         from shoestring.profile.during_training import watch
 
         watch(job, self)
-
-    def explain(self, job: Job) -> str:
-        last = f"to {self.after + self.steps}" if self.steps else "to the last one"
-        return f"steps {self.after + 1} {last}; losses and weights are the same bits with it"
 
     def reduction(self, trace: Trace) -> Reduction | None:
         if not trace.facts.get("profiled_seconds"):

@@ -5,9 +5,7 @@ The format is numpy's .npz without pickled objects: every column an array, names
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,12 +15,10 @@ import numpy as np
 
 from shoestring.core.errors import DataError
 from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, Integers, columns
+from shoestring.storage.arrays import Format, text
 from shoestring.storage.whole import write_atomic
 
-FORMAT, VERSION = "shoestring-profile", 2
-
-LARGEST = 1 << 30
-"""Bytes of a column, unpacked, beyond which a file is refused."""
+FORMAT = Format("a profile", "shoestring-profile", 2)
 
 
 @dataclass(frozen=True)
@@ -154,16 +150,13 @@ class Profile:
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
-        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "facts": asdict(self.facts)}
+        table: dict[str, Any] = {"facts": asdict(self.facts)}
         if self.ranks is not None:
-            head["ranks"] = self.ranks.labels
+            table["ranks"] = self.ranks.labels
             arrays["ranks"] = _narrow(self.ranks.own)
-        arrays["names"] = _bytes(json.dumps(list(self.tree.names)))
-        arrays["sources"] = _bytes(json.dumps(dict(self.sources)))
-        arrays["head"] = _bytes(json.dumps(head))
-        room = io.BytesIO()
-        np.savez_compressed(room, **arrays)
-        return room.getvalue()
+        arrays["names"] = text(json.dumps(list(self.tree.names)))
+        arrays["sources"] = text(json.dumps(dict(self.sources)))
+        return FORMAT.content(table, arrays)
 
 
 def load(path: Path) -> Profile:
@@ -172,12 +165,7 @@ def load(path: Path) -> Profile:
     Raises:
         DataError: there is none, or it is damaged, foreign, or of a newer version.
     """
-    try:
-        return read(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise DataError(f"there is no profile {path}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return FORMAT.load(path, _profile)
 
 
 def read(content: bytes, path: str) -> Profile:
@@ -189,29 +177,20 @@ def read(content: bytes, path: str) -> Profile:
     Raises:
         DataError: they are damaged, foreign, or of a newer version.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if any(entry.file_size > LARGEST for entry in archive.infolist()):
-                raise DataError(f"{path} is larger than any profile")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            head = json.loads(arrays["head"].tobytes())
-            if head["format"] != FORMAT:
-                raise DataError(f"{path} is no profile of shoestring")
-            if head["version"] > VERSION:
-                raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
-            names = json.loads(arrays["names"].tobytes())
-            known = [name for name in COLUMNS if head["version"] > 1 or name not in ("idle", "alone")]
-            none = np.zeros(len(arrays["parent"]), np.int64)
-            own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
-            own |= {name: arrays[name].astype(np.int64) for name in known}
-            own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
-            sources = json.loads(arrays["sources"].tobytes())
-            ranks = RankTimes(head["ranks"], arrays["ranks"].astype(np.int64)) if "ranks" in head else None
-        if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
-            raise DataError(f"{path}: its names are no list of texts")
-        return Profile(CallTree(names=names, **own), _facts(head["facts"]), sources, ranks)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} is not a profile, or damaged: {error}") from error
+    return FORMAT.read(content, path, _profile)
+
+
+def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile:
+    names, sources = (json.loads(arrays[name].tobytes()) for name in ("names", "sources"))
+    if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
+        raise ValueError("its names are no list of texts")
+    known = [name for name in COLUMNS if table["version"] > 1 or name not in ("idle", "alone")]
+    none = np.zeros(len(arrays["parent"]), np.int64)
+    own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
+    own |= {name: arrays[name].astype(np.int64) for name in known}
+    own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
+    ranks = RankTimes(table["ranks"], arrays["ranks"].astype(np.int64)) if "ranks" in table else None
+    return Profile(CallTree(names=names, **own), _facts(table["facts"]), sources, ranks)
 
 
 def _facts(table: dict[str, Any]) -> Facts:
@@ -228,7 +207,3 @@ def _narrow(column: np.ndarray) -> np.ndarray:
         if column.min() >= np.iinfo(dtype).min and column.max() <= np.iinfo(dtype).max:
             return column.astype(dtype)
     return column
-
-
-def _bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)

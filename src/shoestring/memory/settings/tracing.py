@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam, Table
+from shoestring.core.feature import Seam, Table
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
+from shoestring.report.recordings import RecordsSteps
 
 if TYPE_CHECKING:
     from shoestring.core.job import Job
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracing(Feature):
+class Tracing(RecordsSteps):
     """Trace memory: name every allocation of a run, and take its peak apart, as a file and a page in its folder."""
 
     after: int = 0
@@ -30,22 +29,10 @@ class Tracing(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def placed(self, folder: Path) -> Self:
-        return replace(self, folder=str(folder / self.folder))
-
-    def check(self, job: Job) -> None:
-        for name in ("after", "steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
-
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.memory.tracing.during_training import watch
 
         watch(job, self)
-
-    def explain(self, job: Job) -> str:
-        last = f"to {self.after + self.steps}" if self.steps else "to the last one"
-        return f"steps {self.after + 1} {last}; losses and weights are the same bits with it"
 
     def report_items(self, trace: Trace) -> Sequence[Table]:
         kinds, tensors = (

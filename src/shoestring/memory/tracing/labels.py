@@ -194,7 +194,7 @@ def labels(held: Iterable[tuple[str, str, Tensor]]) -> list[Label]:
             try:
                 base = part.untyped_storage().data_ptr()
                 offset = part.data_ptr() - base
-            except (RuntimeError, NotImplementedError):  # of a tensor without memory: a fake one
+            except RuntimeError:  # a wrapper of some library, which says that it is strided and has no storage
                 continue
             if (base, offset) not in found:
                 found[base, offset] = Label(base, offset, part.numel() * part.element_size(), kind, name)

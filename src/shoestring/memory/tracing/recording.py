@@ -5,9 +5,6 @@ The format is numpy's .npz without pickled objects: every column an array, and a
 
 from __future__ import annotations
 
-import io
-import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -17,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoestring.core.errors import DataError
+from shoestring.storage.arrays import Format
 from shoestring.storage.whole import write_atomic
 
-FORMAT, VERSION = "shoestring-memory", 1
-LARGEST = 1 << 30
-"""Bytes of a column, unpacked, beyond which a file is refused."""
+FORMAT = Format("a recording of memory", "shoestring-memory", 1)
 
 KINDS = (
     "parameter",
@@ -213,16 +209,13 @@ class MemoryProfile:
 
     def content(self) -> bytes:
         """The bytes of the file."""
-        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "facts": asdict(self.facts), "windows": {}}
+        table: dict[str, Any] = {"facts": asdict(self.facts), "windows": {}}
         arrays: dict[str, np.ndarray] = {}
         for device, window in self.windows.items():
             facts = {"event": window.event, "step": window.step, "forgotten": window.forgotten}
-            head["windows"][device] = facts | {"names": [list(name) for name in window.names]}
+            table["windows"][device] = facts | {"names": [list(name) for name in window.names]}
             arrays |= {f"{device}/{name}": window.columns[name] for name in COLUMNS}
-        arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        room = io.BytesIO()
-        np.savez_compressed(room, **arrays)  # pyright: ignore[reportArgumentType]
-        return room.getvalue()
+        return FORMAT.content(table, arrays)
 
     def with_host(self, host: Mapping[str, int]) -> MemoryProfile:
         """The same with more host memory that does not come from the CPU's allocator."""
@@ -239,12 +232,7 @@ def load(path: Path) -> MemoryProfile:
     Raises:
         DataError: there is none, or it is damaged, foreign, or of a newer version.
     """
-    try:
-        return read(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise DataError(f"there is no recording of memory {path}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return FORMAT.load(path, _profile)
 
 
 def read(content: bytes, path: str) -> MemoryProfile:
@@ -256,23 +244,15 @@ def read(content: bytes, path: str) -> MemoryProfile:
     Raises:
         DataError: they are damaged, foreign, or of a newer version.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if any(entry.file_size > LARGEST for entry in archive.infolist()):
-                raise DataError(f"{path} is larger than any recording of memory")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            head = json.loads(arrays["head"].tobytes())
-            if head["format"] != FORMAT:
-                raise DataError(f"{path} is no recording of memory")
-            if head["version"] > VERSION:
-                raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
-            windows = {
-                device: _window({name: arrays[f"{device}/{name}"].astype(np.int64) for name in COLUMNS}, facts)
-                for device, facts in head["windows"].items()
-            }
-            return MemoryProfile(windows, _facts(head["facts"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} is not a recording of memory, or damaged: {error}") from error
+    return FORMAT.read(content, path, _profile)
+
+
+def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryProfile:
+    windows = {
+        device: _window({name: arrays[f"{device}/{name}"].astype(np.int64) for name in COLUMNS}, facts)
+        for device, facts in table["windows"].items()
+    }
+    return MemoryProfile(windows, _facts(table["facts"]))
 
 
 def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWindow:
