@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tomli_w
 
-from shoestring.commands.tune import Tune, read_plan
+from shoestring.commands.study import read_plan
+from shoestring.commands.tune import Tune
 from shoestring.core.errors import ConfigError
 from shoestring.tune.gaussian import decode, encode, fit, propose
 from shoestring.tune.settings import Study
@@ -13,9 +14,13 @@ from shoestring.tune.space import Dimension, draw, read_space
 LR = {"optim.adamw.lr": {"log": [1e-4, 1e-2]}}
 
 
-def plan_of(folder, space=LR, base=None, **tune):
+MEMBERS = {"size": 4, "every": 5}
+
+
+def plan_of(folder, space=LR, base=None, tables=None, **tune):
     (folder / "run.toml").write_text(tomli_w.dumps(base or {"run": {"steps": 10}}))
-    tables = {"tune": {"run": str(folder / "run.toml"), "folder": str(folder / "study"), **tune}, "space": space}
+    own = {"run": str(folder / "run.toml"), "folder": str(folder / "study"), **tune}
+    tables = {"tune": own, "space": space} | (tables or {})
     (folder / "tune.toml").write_text(tomli_w.dumps(tables))
     return read_plan(str(folder / "tune.toml"))
 
@@ -65,8 +70,14 @@ def test_bad_spaces_are_refused(tmp_path, space, message):
 def test_bad_studies_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown key `trails`.*did you mean `trials`"):
         plan_of(tmp_path, trails=3)
-    with pytest.raises(ConfigError, match=r"`tune\.trials` must be at least 1"):
+    with pytest.raises(ConfigError, match="needs a budget"):
         plan_of(tmp_path, trials=0)
+    with pytest.raises(ConfigError, match=r"`tune\.tokens` must not be negative"):
+        plan_of(tmp_path, tokens=-1.0)
+    with pytest.raises(ConfigError, match="both pause trials"):
+        plan_of(tmp_path, tables={"halving": {"first": 5}, "population": MEMBERS})
+    with pytest.raises(ConfigError, match=r"`model\.layers` cannot change within a run"):
+        plan_of(tmp_path, {"model.layers": {"int": [1, 2]}}, tables={"population": MEMBERS})
     with pytest.raises(ConfigError, match="cannot read the study file"):
         read_plan(str(tmp_path / "missing.toml"))
     with pytest.raises(ConfigError, match="a study is missing"):

@@ -18,6 +18,7 @@ class Leases(RuleBasedStateMachine):
     """Workers that lease, stall, wake up late and repeat requests, and a clock that is moved by hand."""
 
     held = Bundle("held")
+    seen = Bundle("seen")  # paused trials, as some worker saw them at some time
 
     def __init__(self):
         super().__init__()
@@ -116,6 +117,22 @@ class Leases(RuleBasedStateMachine):
             assert self.store.promote(seen, "d", LEASE) is None
         return lease
 
+    @rule(target=seen, number=st.integers(0, BUDGET - 1))
+    def look(self, number):
+        trials = self.store.trials()
+        return trials[number] if number < len(trials) and trials[number].state == "paused" else multiple()
+
+    @rule(target=held, seen=seen)
+    def promote_late(self, seen):
+        """A worker promotes what it saw long ago; in the meantime the trial may have run and paused again."""
+        as_seen = self.states[seen.trial] == "paused" and self.epochs[seen.trial] == seen.epoch
+        lease = self.store.promote(seen, "e", LEASE)
+        assert (lease is not None) == as_seen
+        if lease is None:
+            return multiple()
+        self.rungs[lease.trial] += 1
+        return self.begin(lease)
+
     @rule(number=st.integers(0, BUDGET - 1))
     def prune(self, number):
         trials = self.store.trials()
@@ -138,6 +155,38 @@ class Leases(RuleBasedStateMachine):
 
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+def test_a_trial_paused_again_is_not_promoted_by_who_saw_it_before(tmp_path):
+    """Its state is as it was seen, its epoch is not."""
+    store = store_at(tmp_path / "a.db")
+    store.create({})
+    store.add(1, 0, {"x": 1}, BUDGET)
+    store.give_back(store.take("a", LEASE), state="paused")
+    (seen,) = store.trials()
+    store.give_back(store.promote(seen, "b", LEASE), state="paused")
+    assert store.promote(seen, "c", LEASE) is None
+    (trial,) = store.trials()
+    assert (trial.epoch, trial.rung) == (2, 1)
+
+
+def test_a_trial_taken_between_reading_and_writing_is_not_taken_twice(tmp_path):
+    """On a connection that locks nothing, another worker takes the expired trial right after this one has seen it."""
+    other = store_at(tmp_path / "a.db")
+    other.create({})
+    other.add(1, 0, {"x": 1}, BUDGET)
+    other.take("a", -1.0)
+    engine = sql.create_engine(f"sqlite:///{tmp_path / 'a.db'}", isolation_level="AUTOCOMMIT")
+    taken = []
+
+    def between(connection, cursor, statement, *_):
+        if statement.startswith("SELECT") and not taken:
+            taken.append(other.take("b", -1.0))  # it expires at once: state and expiry are as before
+
+    sql.event.listen(engine, "after_cursor_execute", between)
+    assert Store(engine, "s").take("c", LEASE) is None
+    (trial,) = other.trials()
+    assert taken[0].epoch == trial.epoch == 2 and trial.owner == "b"
 
 
 def store_at(path, name="s"):

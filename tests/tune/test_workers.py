@@ -74,7 +74,7 @@ def until_steps(folder, number, then):
 
 
 def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp_path):
-    worker = toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 20, 0.02, halving=Halving(first=5, factor=2))
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 20, 0.02, schedule=Halving(first=5, factor=2))
     worker.run()
     trials = worker.store.trials()
     done = [trial for trial in trials if trial.state == "done"]
@@ -101,6 +101,28 @@ def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
 def misread(trial):
     trial.metric = "accuracy"
     return trial
+
+
+def test_metrics_are_read_again_from_a_file_that_was_replaced_or_cut(tmp_path):
+    trial = TrialProcess([sys.executable, "-I", "-c", ""], tmp_path, "loss")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
+    assert trial.read() == {1: 1.0, 2: 2.0}
+    path.write_text('{"step": 1, "loss": 1.5}\n')
+    assert trial.read() == {1: 1.5}
+    aside = tmp_path / "aside"
+    aside.write_text('{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 2.5}\n{"step": 3, "loss": 3.5}\n')
+    aside.replace(path)
+    assert trial.read() == {1: 1.5, 2: 2.5, 3: 3.5} and trial.read() == {}
+    trial.close()
+
+
+@pytest.mark.parametrize("method", ["random", "tpe", "gp"])
+def test_workers_that_propose_at_once_do_not_repeat_each_other(tmp_path, method):
+    first, second = (toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 10, 0.0, method).proposer for _ in "ab")
+    first.store.trials = second.store.trials = list  # neither sees what the other has begun
+    values = [first.propose("a", 20.0).parameters["toy.x"], second.propose("b", 20.0).parameters["toy.x"]]
+    assert len(set(values)) == 2
 
 
 def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):

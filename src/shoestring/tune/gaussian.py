@@ -7,7 +7,7 @@ https://arxiv.org/abs/1206.2944), so a batch spreads without waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,19 @@ class Process:
         whitened = linalg.solve_triangular(root, self.values, lower=True)
         return solved.T @ whitened, matern(points, points, self.scales) - solved.T @ solved
 
+    def marginal(self, points: Array) -> tuple[Array, Array]:
+        """Posterior mean (m,) and standard deviation (m,)."""
+        root, cross = self._root, matern(self.points, points, self.scales)
+        solved = linalg.solve_triangular(root, cross, lower=True)
+        mean = solved.T @ linalg.solve_triangular(root, self.values, lower=True)
+        return mean, np.sqrt(np.maximum(1.0 - np.sum(solved**2, axis=0), 1e-12))
+
+    def extended(self, points: Array) -> Process:
+        """The process after the expected outcomes at points (m, d)."""
+        mean = self.marginal(points)[0]
+        data = np.concatenate([self.points, points]), np.concatenate([self.values, mean])
+        return Process(*data, self.scales, self.noise)
+
     def improvement(self, points: Array, outcomes: Array) -> Array:
         """Expected improvement at points (m, d), averaged over columns of `outcomes` (n, fantasies) of `self.points`.
 
@@ -204,18 +217,29 @@ def propose(
         process = Process(
             np.concatenate([seen, pending]), np.concatenate([centred, mean]), process.scales, process.noise
         )
-    best = seen[np.argsort(values)[:STARTS]]
-    near = np.repeat(best, CANDIDATES // (4 * len(best)), axis=0)
+    starts = seen[np.argsort(values)[:STARTS]]
+    return decode(space, maximize(space, lambda points: process.improvement(points, outcomes), starts, random))
+
+
+def maximize(
+    space: Sequence[Dimension], score: Callable[[Array], Array], starts: Array, random: np.random.Generator
+) -> Array:
+    """The point (d,) of the unit cube with the largest score, among points that stand for values of the space.
+
+    Args:
+        score: of points (m, d), as (m,). starts: (n, d) points near which to look, beside random ones.
+    """
+    near = np.repeat(starts, max(1, CANDIDATES // (4 * len(starts))), axis=0)
     points = np.concatenate([
-        random.random((CANDIDATES, seen.shape[1])), near + 0.05 * random.standard_normal(near.shape)
+        random.random((CANDIDATES, near.shape[1])), near + 0.05 * random.standard_normal(near.shape)
     ])  # fmt: skip
     spread, winner = 0.1, points[0]
     for _ in range(ROUNDS):  # the best of random points, then of ever closer neighbours of the best
         points = np.array([encode(space, decode(space, point)) for point in points])
-        scores = process.improvement(points, outcomes)
+        scores = score(points)
         top = points[np.argsort(-scores)[:STARTS]]
         winner = points[int(np.argmax(scores))]
         moved = np.repeat(top, 24, axis=0)
         points = np.concatenate([top, moved + spread * random.standard_normal(moved.shape)])
         spread *= 0.4
-    return decode(space, winner)
+    return winner

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,7 @@ class TrialProcess:
     def __init__(self, command: Sequence[str], folder: Path, metric: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.metric, self.step = folder, metric, 0
+        self.tokens, self._counted = 0.0, time.time()  # of this attempt: rows of earlier ones are older
         self.seen: set[str] = set()
         self._metrics: IO[bytes] | None = None
         with (folder / LOG).open("ab") as log:
@@ -50,9 +51,7 @@ class TrialProcess:
     def read(self) -> dict[int, float]:
         """Values of the metric, by step, that were written since the last call; a half-written row waits."""
         found: dict[int, float] = {}
-        if self._metrics is None:
-            with suppress(FileNotFoundError):
-                self._metrics = (self.folder / "metrics.jsonl").open("rb")
+        self._follow(self.folder / "metrics.jsonl")
         while self._metrics is not None:
             at = self._metrics.tell()
             line = self._metrics.readline()
@@ -63,9 +62,26 @@ class TrialProcess:
                 row = json.loads(line)
                 self.seen |= set(row)
                 self.step = max(self.step, int(row["step"]))
+                self._count(row)
                 if isinstance(row.get(self.metric), int | float):
                     found[int(row["step"])] = float(row[self.metric])
         return found
+
+    def _count(self, row: Mapping[str, float]) -> None:
+        if "tokens_per_second" in row and row["time"] > self._counted:
+            self._counted = row["time"]
+            self.tokens += row["tokens_per_second"] * row["step_seconds"]
+
+    def _follow(self, path: Path) -> None:
+        """Open the file, and again from its beginning where a run has replaced it or cut rows off."""
+        with suppress(FileNotFoundError):
+            now = path.stat()
+            if self._metrics is not None:
+                then = os.fstat(self._metrics.fileno())
+                if (then.st_dev, then.st_ino) == (now.st_dev, now.st_ino) and self._metrics.tell() <= now.st_size:
+                    return
+                self._metrics.close()
+            self._metrics = path.open("rb")
 
     def ask_to_stop(self) -> None:
         """SIGTERM: the run writes a checkpoint after its step and ends."""

@@ -1,20 +1,28 @@
-"""Proposes trials: Optuna's samplers and tables, the budget, and asynchronous successive halving."""
+"""Proposes trials: Optuna's samplers and tables, the budget, asynchronous successive halving, and populations."""
 
 from __future__ import annotations
 
 import math
+import random
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.trial import TrialState
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import DBAPIError
 
 from shoestring.tune.distributions import suggest
 from shoestring.tune.gaussian import GaussianSampler
-from shoestring.tune.settings import Halving, Study
+from shoestring.tune.population import Fork, bandit, next_move, perturb, scores_of
+from shoestring.tune.settings import Halving, Population, Study
 from shoestring.tune.space import Dimension, draw
 from shoestring.tune.store import Store, TrialLease, engine_options
 
@@ -25,6 +33,7 @@ class TrialSearch:
     """Where a worker's trials come from; one object for each worker.
 
     Args:
+        schedule: when trials pause, and which of them continue; None if all run to their end.
         total: steps of a trial, at which none pauses.
         clock: seconds of this process, for finding trials whose proposer has died.
     """
@@ -34,48 +43,54 @@ class TrialSearch:
         store: Store,
         settings: Study,
         space: Sequence[Dimension],
-        halving: Halving | None = None,
+        schedule: Halving | Population | None = None,
         total: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.settings, self.space, self.halving = store, settings, space, halving
+        self.store, self.settings, self.space, self.schedule = store, settings, space, schedule
         self.total, self.clock = total, clock
-        url = store.engine.url.render_as_string(hide_password=False)
-        self.storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_options(url))
-        self.study = optuna.create_study(
-            storage=self.storage, study_name=settings.name, direction=settings.direction, load_if_exists=True
-        )
+        self.sign = 1 if settings.direction == "minimize" else -1
+        members = schedule.size if isinstance(schedule, Population) else 0
+        self.trials = members or settings.trials or sys.maxsize
+        self.storage, self.study = open_optuna(store, settings)
         self._unknown: dict[int, float] = {}
 
     # -- what a worker asks -------------------------------------------------------------------------------------------
 
     def propose(self, owner: str, seconds: float) -> TrialLease | None:
-        """Continue a paused trial that is among the best of its rung, else start a new one within the budget."""
+        """Lease a new trial, a paused one that may continue, or a fork; None where there is none now.
+
+        Halving continues a trial that is among the best of its rung before it starts another one; a population starts
+        all of its members first, so that they can be compared.
+        """
         trials = self.store.trials()
-        for paused in self._promotable(trials):
-            if lease := self.store.promote(paused, owner, seconds):
+        members_first = isinstance(self.schedule, Population) and self._room(trials)
+        for move in [] if members_first else self._moves(trials):
+            if isinstance(move, Fork):
+                if self._fork(move, trials):
+                    return self.store.take(owner, seconds)
+            elif lease := self.store.promote(move, owner, seconds):
                 return lease
-        if not self._budget_left(trials):
+        if not self._room(trials):
             return None
         self._abandon_orphans(seconds)
-        # The number of the trial is part of the seed: a worker that restarts must not repeat what it has proposed.
-        self.study.sampler = sampler(self.settings, self.space, len(trials))
+        self.study.sampler = NumberedSampler(lambda number: sampler(self.settings, self.space, number))
         trial = self.study.ask()
         values = draw(tuple(self.space), lambda dimension: suggest(trial, dimension))
-        if not self.store.add(trial._trial_id, trial.number, values, self.settings.trials):
+        if not self.store.add(trial._trial_id, trial.number, values, self.trials):
             self._end_in_optuna(trial._trial_id, TrialState.FAIL)
         return self.store.take(owner, seconds)
 
     def pause_at(self, lease: TrialLease) -> int | None:
-        pause = self.halving.step(lease.rung) if self.halving else math.inf
+        pause = self.schedule.step(lease.rung) if self.schedule else math.inf
         return int(pause) if pause < self.total else None
 
     def over(self) -> bool:
-        """Whether all has ended; paused trials that nothing can promote any more are ended here."""
+        """Whether all has ended; paused trials that nothing can continue any more are ended here."""
         trials = self.store.trials()
         if any(trial.state in ("ready", "held") for trial in trials):
             return False
-        if self._budget_left(trials) or self._promotable(trials):
+        if self._room(trials) or self._moves(trials):
             return False
         for trial in trials:
             if trial.state == "paused":
@@ -98,29 +113,59 @@ class TrialSearch:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _budget_left(self, trials: Sequence[TrialLease]) -> bool:
-        hours = sum(trial.seconds for trial in trials) / 3600
-        return len(trials) < self.settings.trials and not 0 < self.settings.hours <= hours
+    def _spent(self, trials: Sequence[TrialLease]) -> bool:
+        hours, tokens = sum(trial.seconds for trial in trials) / 3600, sum(trial.tokens for trial in trials)
+        return 0 < self.settings.hours <= hours or 0 < self.settings.tokens <= tokens
 
-    def _promotable(self, trials: Sequence[TrialLease]) -> list[TrialLease]:
-        """Paused trials to continue. At the end of the budget the best one is, even where too few others were tried."""
-        if self.halving is None:
-            return []
-        sign = 1 if self.settings.direction == "minimize" else -1
-        found = promotable(trials, self._values(trials), self.halving, sign)
+    def _room(self, trials: Sequence[TrialLease]) -> bool:
+        """Whether a new trial may start."""
+        return len(trials) < self.trials and not self._spent(trials)
+
+    def _moves(self, trials: Sequence[TrialLease]) -> Sequence[TrialLease | Fork]:
+        """Paused trials to continue, or to replace. At the end of the budget the best one continues if no trial has a
+        result, even where too few others were tried."""
         paused = [trial for trial in trials if trial.state == "paused"]
-        waiting = any(trial.state in ("ready", "held", "done") for trial in trials)
-        if found or waiting or not paused or self._budget_left(trials):
+        if not paused or self.schedule is None:
+            return []
+        reports = self.store.all_reports()
+        found = [] if self._spent(trials) else self._scheduled(trials, reports)
+        if found or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
             return found
-        step = self.halving.step
-        scored = [(trial, _at(self.store.reports(trial.trial), step(trial.rung))) for trial in paused]
+        step = self.schedule.step
+        scored = [(trial, _at(reports[trial.trial], step(trial.rung))) for trial in paused]
         usable = [(trial, score) for trial, score in scored if score is not None]
-        return [each for each, _ in sorted(usable, key=lambda pair: (-pair[0].rung, sign * pair[1], pair[0].number))][
-            :1
-        ]
+        ranked = sorted(usable, key=lambda pair: (-pair[0].rung, self.sign * pair[1], pair[0].number))
+        return [trial for trial, _ in ranked[:1]]
 
-    def _values(self, trials: Sequence[TrialLease]) -> dict[int, dict[int, float]]:
-        return {trial.trial: self.store.reports(trial.trial) for trial in trials}
+    def _scheduled(
+        self, trials: Sequence[TrialLease], reports: dict[int, dict[int, float]]
+    ) -> Sequence[TrialLease | Fork]:
+        if isinstance(self.schedule, Halving):
+            return promotable(trials, reports, self.schedule, self.sign)
+        assert self.schedule is not None
+        scores = scores_of(trials, reports, self.schedule, self.sign)
+        move = next_move(trials, scores, self.schedule, np.random.default_rng([self.settings.seed, len(trials)]))
+        return [move] if move else []
+
+    def _fork(self, move: Fork, trials: Sequence[TrialLease]) -> bool:
+        """Make a fork ready for any worker; False where another one was first."""
+        assert isinstance(self.schedule, Population)
+        chance = np.random.default_rng([self.settings.seed, len(trials), move.ended.number])
+        values = move.parent.parameters
+        if self.schedule.method == "pb2":
+            scores = scores_of(trials, self.store.all_reports(), self.schedule, self.sign)
+            values = bandit(self.space, values, trials, scores, move.ended.rung, self.schedule, chance)
+        else:
+            values = perturb(self.space, values, self.schedule, chance)
+        with _quiet():
+            self.study.sampler = PartialFixedSampler(dict(values), RandomSampler(seed=0))
+        trial = self.study.ask()
+        draw(tuple(self.space), lambda dimension: suggest(trial, dimension))
+        trial.set_user_attr("parent", move.parent.number)
+        if self.store.fork(move.ended, move.parent, trial._trial_id, trial.number, values):
+            return True
+        self._end_in_optuna(trial._trial_id, TrialState.FAIL)
+        return False
 
     def _end_in_optuna(self, trial: int, state: TrialState, value: float | None = None) -> None:
         try:
@@ -139,6 +184,27 @@ class TrialSearch:
                 self.store.abandon(trial, orphans[trial])
         if any(now - since > seconds for since in self._unknown.values()):
             self.publish()
+
+
+def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
+    """Optuna's tables and its study, made where they are missing.
+
+    Workers that begin at the same time all try to make the tables, and Optuna lets the later ones fail.
+    """
+    url = store.engine.url.render_as_string(hide_password=False)
+    tries = 10
+    while True:
+        try:
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_options(url))
+            study = optuna.create_study(
+                storage=storage, study_name=settings.name, direction=settings.direction, load_if_exists=True
+            )
+            return storage, study
+        except (DBAPIError, StorageInternalError):
+            tries -= 1
+            if not tries:
+                raise
+            time.sleep(0.2 * random.random())
 
 
 def promotable(
@@ -165,13 +231,44 @@ def _at(values: dict[int, float], step: int) -> float | None:
     return values[min(later)] if later and math.isfinite(values[min(later)]) else None
 
 
-def sampler(settings: Study, space: Sequence[Dimension], proposed: int) -> BaseSampler:
-    """The sampler of the study for its next trial."""
-    seed = settings.seed * 1_000_003 + proposed
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+class NumberedSampler(BaseSampler):
+    """A sampler that is made anew for each trial, from its number.
+
+    The number is part of the seed, so workers that propose at the same time, or restart, do not repeat each other.
+    """
+
+    def __init__(self, make: Callable[[int], BaseSampler]) -> None:
+        self._make = make
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        self._sampler = self._make(trial.number)
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+
+def sampler(settings: Study, space: Sequence[Dimension], number: int) -> BaseSampler:
+    """The sampler of the study for the trial of a number."""
+    seed = settings.seed * 1_000_003 + number
+    with _quiet():
         if settings.sampler == "tpe":
             return TPESampler(seed=seed, constant_liar=True, multivariate=True, group=True)
         if settings.sampler == "random":
             return RandomSampler(seed=seed)
     return GaussianSampler(space, seed=seed, sequence=settings.seed)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings that a part of Optuna's is experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield

@@ -21,9 +21,12 @@ class Study:
     direction: Literal["minimize", "maximize"] = "minimize"
     """Direction in which the objective improves."""
     trials: int = 20
-    """Number of trials after which no new one starts."""
+    """Number of trials after which no new one starts. 0 sets no limit, where `hours` or `tokens` does."""
     hours: float = 0.0
-    """Hours of work, over all workers, after which no new trial starts. 0 sets no limit."""
+    """Hours of work, over all workers, after which no trial starts or is continued from a pause; if none has a result
+    by then, the best one continues to its end. 0 sets no limit."""
+    tokens: float = 0.0
+    """Number of training tokens, over all trials, after which the same holds. 0 sets no limit."""
     sampler: Literal["random", "tpe", "gp"] = "gp"
     """Method that proposes settings: `random`; `tpe`, Optuna's tree-structured Parzen estimator; or `gp`, a Gaussian
     process with expected improvement, which takes running trials into account."""
@@ -43,14 +46,16 @@ class Study:
     """Folder of the trials, which all workers must see; defaults to `tune/NAME`."""
 
     def __post_init__(self) -> None:
-        for key in ("trials", "attempts"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"`tune.{key}` must be at least 1, got {getattr(self, key)}")
+        for key in ("trials", "hours", "tokens"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"`tune.{key}` must not be negative, got {getattr(self, key)}")
+        if not (self.trials or self.hours or self.tokens):
+            raise ConfigError("a study needs a budget", hint="set `tune.trials`, `tune.hours` or `tune.tokens`")
+        if self.attempts < 1:
+            raise ConfigError(f"`tune.attempts` must be at least 1, got {self.attempts}")
         for key in ("lease", "grace"):
             if not getattr(self, key) > 0:
                 raise ConfigError(f"`tune.{key}` must be positive, got {getattr(self, key)}")
-        if self.hours < 0:
-            raise ConfigError(f"`tune.hours` must not be negative, got {self.hours}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +74,38 @@ class Halving:
     def step(self, rung: int) -> int:
         """Step at which the trials of a rung pause."""
         return self.first * self.factor**rung
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """The table [population]: population based training, whose trials copy each other's checkpoints. It replaces
+    `tune.trials`: `size` trials start, and as many run until the last step."""
+
+    size: int
+    """Number of members that train at a time; at least as many as there are workers uses all of them."""
+    every: int
+    """Steps between two comparisons of a member with the others. With a shorter interval settings change more often,
+    on less evidence, and more time goes to starting processes."""
+    method: Literal["pbt", "pb2"] = "pb2"
+    """Method that chooses the settings of a fork: `pbt` changes those of its parent at random; `pb2` takes those that
+    a Gaussian process expects to improve the objective most, which needs fewer members."""
+    share: float = 0.25
+    """Part of the members that is replaced at a comparison, by forks of the best such part."""
+    resample: float = 0.25
+    """Probability that `pbt` draws a setting anew from its range."""
+
+    def __post_init__(self) -> None:
+        if self.size < 2 or self.every < 1:
+            raise ConfigError("`population.size` must be at least 2 and `population.every` at least 1")
+        if not 0 < self.share <= 0.5:
+            raise ConfigError(f"`population.share` must be above 0 and at most 0.5, got {self.share}")
+        if not 0 <= self.resample <= 1:
+            raise ConfigError(f"`population.resample` must be from 0 to 1, got {self.resample}")
+
+    def step(self, rung: int) -> int:
+        """Step of a comparison; the first has the number 0."""
+        return self.every * (rung + 1)
+
+    def time(self, rung: int) -> float:
+        """A comparison as a time."""
+        return float(rung + 1)

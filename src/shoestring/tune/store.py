@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from shoestring.core.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 BUSY = 20.0
 """Seconds that a request waits while another worker writes to an SQLite file."""
 
@@ -50,6 +51,11 @@ _leases = sql.Table(
     sql.Column("rung", sql.Integer, nullable=False, default=0),
     sql.Column("attempts", sql.Integer, nullable=False, default=0),
     sql.Column("seconds", sql.Float(53), nullable=False, default=0.0),
+    sql.Column("tokens", sql.Float(53), nullable=False, default=0.0),
+    sql.Column("parent", sql.Integer, nullable=False, default=-1),  # number of the trial that it is a fork of
+    sql.Column(
+        "forked", sql.Integer, nullable=False, default=0
+    ),  # its first rung; its parent's checkpoint is of the one before
     sql.Column("value", sql.Float(53)),
     sql.Column("note", sql.Text, nullable=False, default=""),
     sql.Column("published", sql.Boolean, nullable=False, default=False),
@@ -79,6 +85,9 @@ class TrialLease:
     rung: int = 0
     attempts: int = 0
     seconds: float = 0.0
+    tokens: float = 0.0
+    parent: int = -1
+    forked: int = 0
     value: float | None = None
     note: str = ""
     published: bool = False
@@ -93,12 +102,22 @@ def connect(url: str) -> Engine:
     try:
         engine = sql.create_engine(url, **engine_options(url))
     except (ArgumentError, ImportError) as error:
-        hint = "sqlite:///PATH, or postgresql+psycopg://USER@HOST/NAME with `pip install shoestring[tune]`"
-        raise ConfigError(f"`tune.store`: cannot use {url!r}: {error}", hint=hint) from error
+        hint = "sqlite:///PATH, or postgresql+psycopg://USER@HOST/NAME with `pip install shoestring[postgresql]`"
+        raise ConfigError(f"`tune.store`: cannot use `{masked(url)}`: {_reason(error)}", hint=hint) from error
     if engine.dialect.name == "sqlite":
         listen(engine, "connect", _prepare_sqlite)
         listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     return engine
+
+
+def masked(url: str) -> str:
+    """A URL without its password, for messages."""
+    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", url)
+
+
+def _reason(error: Exception) -> str:
+    """What SQLAlchemy says of a URL, without the URL."""
+    return str(error) if isinstance(error, ImportError) else "it is no URL of a database"
 
 
 def engine_options(url: str) -> dict[str, Any]:
@@ -193,6 +212,21 @@ class Store:
             connection.execute(_leases.insert().values(state="ready", **row))
         return True
 
+    def fork(
+        self, ended: TrialLease, parent: TrialLease, trial: int, number: int, parameters: Mapping[str, Any]
+    ) -> bool:
+        """End a paused trial and make a trial of Optuna's ready that begins from another one's checkpoint of the same
+        rung; False where the paused one is no longer as it was seen."""
+        same = (_leases.c.trial == ended.trial, _leases.c.epoch == ended.epoch, _leases.c.state == "paused")
+        row = {"trial": trial, "number": number, "study": self.study, "parameters": json.dumps(dict(parameters))}
+        row |= {"parent": parent.number, "rung": ended.rung + 1, "forked": ended.rung + 1, "state": "ready"}
+        change = _leases.update().where(*same).values(state="pruned", note=f"replaced by trial {number}")
+        with self.engine.begin() as connection:
+            if connection.execute(change).rowcount != 1:
+                return False
+            connection.execute(_leases.insert().values(**row))
+        return True
+
     def abandon(self, trial: int, number: int) -> None:
         """Give up a trial of Optuna's whose proposer died before it was added; does nothing if it was added."""
         row = {"trial": trial, "number": number, "study": self.study, "parameters": "{}"}
@@ -234,10 +268,11 @@ class Store:
 
     def renew(
         self, lease: TrialLease, seconds: float, *, step: int = 0, reports: Mapping[int, float] | None = None,
-        worked: float = 0.0, place: str = "",
+        worked: float = 0.0, tokens: float = 0.0, place: str = "",
     ) -> bool:  # fmt: skip
         """Extend a lease and write what its trial has reported, by step; False where the lease is lost."""
         values: dict[str, Any] = {"expires_at": self._now() + seconds, "seconds": _leases.c.seconds + worked}
+        values |= {"tokens": _leases.c.tokens + tokens} if tokens else {}
         values |= {"step": step} if step else {}
         values |= {"place": place} if place else {}
         with self.engine.begin() as connection:
@@ -296,6 +331,18 @@ class Store:
         with self.engine.begin() as connection:
             rows = connection.execute(chosen.order_by(_reports.c.step)).all()
         return {row.step: math.nan if row.value is None else row.value for row in rows}
+
+    def all_reports(self) -> dict[int, dict[int, float]]:
+        """What each trial of the study has reported, by its id and by step."""
+        of_study = sql.select(_leases.c.trial, _reports.c.step, _reports.c.value).where(_leases.c.study == self.study)
+        joined = of_study.outerjoin_from(_leases, _reports, _leases.c.trial == _reports.c.trial)
+        found: dict[int, dict[int, float]] = {}
+        with self.engine.begin() as connection:
+            for trial, step, value in connection.execute(joined.order_by(_leases.c.trial, _reports.c.step)):
+                values = found.setdefault(trial, {})
+                if step is not None:
+                    values[step] = math.nan if value is None else value
+        return found
 
     def known(self) -> set[int]:
         """Ids of all trials of the study that have a row."""

@@ -57,6 +57,8 @@ class TrialWorker:
         lease: seconds of a lease. grace: seconds that a trial has to save after SIGTERM.
         attempts: unexpected failures after which a trial is marked as failed.
         patience: seconds for which the store may be unreachable while the worker holds nothing.
+        paused: called when a trial has paused, before any worker can continue it.
+        tidy: called after each trial and at the end, to remove what trials that have ended left on this host.
     """
 
     store: Store
@@ -67,6 +69,8 @@ class TrialWorker:
     attempts: int = 3
     patience: float = 600.0
     stop: threading.Event = field(default_factory=threading.Event)
+    paused: Callable[[TrialLease], None] = lambda lease: None
+    tidy: Callable[[], None] = lambda: None
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
     def run(self) -> None:
@@ -76,7 +80,9 @@ class TrialWorker:
             lease = self._reach(self._next)
             if lease is not None and time.monotonic() < asked + self.lease:
                 self._work(lease, asked)
+                self._reach(self.tidy)
             elif self._reach(self.proposer.over):
+                self._reach(self.tidy)
                 return
             else:
                 self.stop.wait(min(1.0, self.lease / 10))
@@ -105,7 +111,7 @@ class TrialWorker:
         """Wait until the process has ended; return why it was asked to stop, if it was: "preempted" or "paused"."""
         why, until = "", math.inf
         while trial.poll() is None and not held.lost:
-            held.add(trial.read(), trial.step)
+            held.add(trial.read(), trial.step, trial.tokens)
             paused = pause is not None and max(held.values, default=0) >= pause
             if not why and (self.stop.is_set() or paused):
                 why, until = "paused" if paused else "preempted", time.monotonic() + self.grace
@@ -115,7 +121,7 @@ class TrialWorker:
             time.sleep(_TICK)
         if held.lost:
             trial.kill()
-        held.add(trial.read(), trial.step)
+        held.add(trial.read(), trial.step, trial.tokens)
         return why
 
     def _conclude(self, lease: TrialLease, trial: TrialProcess, held: Renewal, stopped: str) -> None:
@@ -133,6 +139,8 @@ class TrialWorker:
                 log.warning("trial %d failed: %s", lease.number, note)
         elif stopped:
             state = "paused" if stopped == "paused" else "ready"
+            if state == "paused":
+                self.paused(lease)
             self._reach(lambda: self.store.give_back(lease, state=state))
         elif code == FINAL or lease.attempts + 1 >= self.attempts:
             note = trial.last_words()
@@ -185,7 +193,7 @@ class Renewal(threading.Thread):
         super().__init__(daemon=True, name=f"lease of trial {lease.number}")
         self.store, self.lease, self.seconds = store, lease, seconds
         self.values: dict[int, float] = {}
-        self.step, self.place = lease.step, ""
+        self.step, self.place, self.tokens, self._reported = lease.step, "", 0.0, 0.0
         self._deadline, self._worked, self._refused = asked + seconds, asked, False
         self._written: set[int] = set()
         self._ended, self._lock = threading.Event(), threading.Lock()
@@ -194,9 +202,10 @@ class Renewal(threading.Thread):
     def lost(self) -> bool:
         return self._refused or time.monotonic() > self._deadline
 
-    def add(self, values: Mapping[int, float], step: int) -> None:
-        """Values of the objective, by step, for the next renewal to write."""
+    def add(self, values: Mapping[int, float], step: int, tokens: float = 0.0) -> None:
+        """Values of the objective, by step, and tokens of this attempt, for the next renewal to write."""
         self.values = self.values | dict(values)
+        self.tokens = tokens
         self.step = max(self.step, step)
 
     def renew(self) -> bool:
@@ -204,13 +213,13 @@ class Renewal(threading.Thread):
         with self._lock:
             asked, values = time.monotonic(), self.values
             new = {step: value for step, value in values.items() if step not in self._written}
-            worked = asked - self._worked
-            if not self.store.renew(
-                self.lease, self.seconds, step=self.step, reports=new, worked=worked, place=self.place
-            ):
+            worked, tokens = asked - self._worked, self.tokens
+            written = {"worked": worked, "tokens": tokens - self._reported, "place": self.place}
+            if not self.store.renew(self.lease, self.seconds, step=self.step, reports=new, **written):
                 self._refused = True
                 return False
             self._written |= set(new)
+            self._reported = tokens
             self._worked, self._deadline = asked, asked + self.seconds
             return True
 

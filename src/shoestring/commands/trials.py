@@ -1,0 +1,143 @@
+"""Trials of `shoestring tune` as runs: how one starts, and what remains of it in this host's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from shoestring.commands.study import StudyPlan
+from shoestring.core.errors import ConfigError
+from shoestring.storage.whole import write_atomic
+from shoestring.tune import Population
+
+if TYPE_CHECKING:
+    from shoestring.tune.process import TrialProcess
+    from shoestring.tune.store import Store, TrialLease
+
+log = logging.getLogger("shoestring")
+
+ENDED = ("done", "failed", "pruned")
+FORKS = "forks"
+"""Folder of a trial with the checkpoints that forks of it may begin from."""
+
+
+def folder_of(plan: StudyPlan, number: int) -> Path:
+    """The run folder of a trial."""
+    return plan.folder / f"trial-{number:04d}"
+
+
+def start_trial(plan: StudyPlan, lease: TrialLease) -> TrialProcess:
+    """Begin a trial, or continue it from its newest checkpoint; a fork begins from its parent's."""
+    from shoestring.tune.process import TrialProcess
+
+    folder = folder_of(plan, lease.number)
+    document = plan.run_document(lease.parameters)
+    resume = "auto"
+    if lease.parent >= 0 and not newest_checkpoint(folder):
+        resume = str(_kept(plan, lease))
+    document["run"] = document.get("run", {}) | {"folder": str(folder), "resume": resume}
+    file = plan.folder / "runs" / f"trial-{lease.number:04d}.toml"
+    write_atomic(file, tomli_w.dumps(document).encode())
+    log.info("trial %d: %s", lease.number, describe(lease.parameters))
+    return TrialProcess([sys.executable, "-m", "shoestring", "train", str(file)], folder, plan.study.objective)
+
+
+# -- checkpoints that are copied between trials -----------------------------------------------------------------------
+
+
+def keep_for_forks(plan: StudyPlan, lease: TrialLease) -> None:
+    """Keep the checkpoint that a member of a population has just paused at, until two comparisons later.
+
+    The run itself deletes it as it goes on; a link to each file costs no time, and no space until then.
+    """
+    if not isinstance(plan.schedule, Population):
+        return
+    newest = newest_checkpoint(folder_of(plan, lease.number))
+    if newest is None:
+        log.warning("trial %d wrote no checkpoint on disk, so it cannot be forked", lease.number)
+        return
+    forks = folder_of(plan, lease.number) / FORKS
+    target = forks / f"rung-{lease.rung:04d}"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    if newest.is_dir():
+        shutil.copytree(newest, target / newest.name, copy_function=_link)
+    else:
+        _link(str(newest), str(target / newest.name))
+    for old in sorted(forks.iterdir())[:-2]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint on disk of a run: a folder of `checkpoint.tiered`, a file of `checkpoint.plain`."""
+    from shoestring.checkpoint.tiers.disk import manifests
+
+    tiered = manifests(folder / "checkpoints")
+    plain = sorted((folder / "checkpoints").glob("step-*.safetensors"))
+    return tiered[0][0] if tiered else plain[-1] if plain else None
+
+
+def _kept(plan: StudyPlan, lease: TrialLease) -> Path:
+    """The checkpoint of its parent that a fork begins from: of the comparison before its first, else the newest.
+
+    Raises:
+        ConfigError: the parent has none.
+    """
+    forks = folder_of(plan, lease.parent) / FORKS
+    exact = forks / f"rung-{lease.forked - 1:04d}"
+    for kept in (exact, *sorted(forks.glob("rung-*"), reverse=True)):
+        if found := sorted(kept.glob("step-*")):
+            return found[-1]
+    raise ConfigError(f"trial {lease.parent} has no checkpoint in `{forks}` that trial {lease.number} could fork")
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+# -- what remains in memory -------------------------------------------------------------------------------------------
+
+
+class Leftovers:
+    """Removes the checkpoints that killed trials left in this host's memory, once those trials have ended.
+
+    A trial that was never interrupted removes its own, so only those of more than one epoch are looked at.
+    """
+
+    def __init__(self, plan: StudyPlan, store: Store) -> None:
+        self.plan, self.store = plan, store
+        self._done: set[int] = set()
+
+    def remove(self) -> None:
+        """Look at the trials that have ended since the last call."""
+        for trial in self.store.trials():
+            if trial.state in ENDED and trial.epoch > 1 and trial.number not in self._done:
+                self._done.add(trial.number)
+                shutil.rmtree(self._memory(trial), ignore_errors=True)
+
+    def _memory(self, trial: TrialLease) -> Path:
+        from shoestring import run
+        from shoestring.checkpoint import Tiered
+        from shoestring.checkpoint.tiers.slots import slots_folder
+        from shoestring.core.world import World
+
+        parsed = run.parse(self.plan.run_document(trial.parameters), name=self.plan.study.name)
+        tiered = next((each for each in parsed.features if isinstance(each, Tiered)), Tiered())
+        return slots_folder(tiered.placed(folder_of(self.plan, trial.number)), World(), make=False).parent
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """The settings of a trial in one line."""
+    return ", ".join(
+        f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in values.items()
+    )
