@@ -21,9 +21,8 @@ test-slow: .venv/dev.stamp
 check: .venv/dev.stamp
 	@$(MAKE) --no-print-directory -j 2 -O types rules
 
-# Node's collector of short-lived objects takes a quarter of pyright's time unless it gets more room (MB).
 types:
-	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright
+	$(BIN)/pyrefly check
 
 rules:
 	$(BIN)/ruff format --check .

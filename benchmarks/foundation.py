@@ -112,7 +112,7 @@ def _in_turn(loop: Callable[[int, int], list[float]], at_once: int) -> Iterator[
 def scenarios() -> dict[str, Any]:
     """What the tests' launch of two ranks writes."""
     sys.path.insert(0, str(SCENARIOS))
-    import ranks  # pyright: ignore[reportMissingImports]
+    import ranks  # pyrefly: ignore[missing-import]
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.testing.checkpointing.kills import KillOutcome, at_points, at_random, undisturbed
@@ -18,7 +19,9 @@ KILLS, BATCH = 2000, 25
 
 def in_batches(path: Path | None, kills: int, batch: Callable[[int], KillOutcome], deadline: Deadline) -> Measured:
     """Kills in numbered batches, each of a seed of its own; what was done is kept in a file, and resumes from there."""
-    kept = json.loads(path.read_text()) if path and path.exists() else {"kills": 0, "batches": 0, "wrong": []}
+    kept: dict[str, Any] = (
+        json.loads(path.read_text()) if path and path.exists() else {"kills": 0, "batches": 0, "wrong": []}
+    )
     while kept["kills"] < kills:
         deadline.check()
         outcome = batch(kept["batches"])

@@ -88,7 +88,7 @@ def rank_of(text: str, rank: int) -> None:
     torch.set_num_threads(1)
     meeting = place / f"meeting-{task['what']}-{ranks}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    found = {}
+    found: dict[str, Any] = {}
     for of in task["of"]:
         folder, memory = place / f"saves-{of}", place / f"memory-{of}"
         settings = {"memory_every": 2, "peers_every": 0, "disk_every": 0}

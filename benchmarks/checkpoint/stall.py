@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -39,7 +40,7 @@ Peer = Callable[[Path, Job], AbstractContextManager[Save]]
 def job_of(folder: Path, *, overlap: bool, width: int = WIDTH, layers: int = LAYERS) -> Job:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     settings = {"memory_every": 3, "peers_every": 0, "disk_every": 0, "overlap": overlap}
-    tiered = Tiered(folder=str(folder / "saves"), memory=str(folder / "memory"), **settings)  # pyright: ignore
+    tiered = Tiered(folder=str(folder / "saves"), memory=str(folder / "memory"), **settings)
     optimizer = partial(AdamW, lr=1e-4, fused=True)
     return compose(Job(model, loss=_loss, optimizer=optimizer, world=World()), [tiered])
 
@@ -100,7 +101,8 @@ def dcp(folder: Path, job: Job) -> Iterator[Save]:
         began = time.perf_counter()
         under_way = async_save(state, checkpoint_id=str(fresh(folder / f"dcp-{number % 2}")))
         seconds = time.perf_counter() - began
-        under_way.result()  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(under_way, Future)
+        under_way.result()
         return seconds
 
     try:

@@ -16,7 +16,7 @@ from benchmarks.comm.contest import TRIAL, Contest, Sizes
 from benchmarks.comm.store import Store
 from benchmarks.harness import Bar, Deadline, main
 from benchmarks.machine import ROOT
-from benchmarks.rows import RESULTS, NotRun
+from benchmarks.rows import RESULTS, Measured, NotRun
 from shoestring.testing.netlab import netlab_available
 
 
@@ -34,7 +34,7 @@ def rows(ask: efficiency.Ask, sizes: Sizes) -> list[Bar]:
 def _where_possible(bar: Bar) -> Bar:
     """The bar, not run where there is no netlab."""
 
-    def measure(deadline: Deadline) -> object:
+    def measure(deadline: Deadline) -> float | Measured | NotRun:
         reason = netlab_available()
         return NotRun(reason) if reason else bar.measure(deadline)
 

@@ -42,7 +42,7 @@ class Contestant:
         if method.ddp:
             self.model = DistributedDataParallel(
                 self.module,
-                bucket_cap_mb=method.bucket_mb,  # pyright: ignore[reportArgumentType]  (a float works)
+                bucket_cap_mb=method.bucket_mb,
                 gradient_as_bucket_view=True,
             )
         self.optimizer = adamw(self.module, method.lr)

@@ -76,7 +76,7 @@ async def crowd(address: Address, wanted: Sequence[Order], outcome: Outcome, rep
             began = time.perf_counter()
             try:
                 text = await asyncio.wait_for(_streamed(address, order), PATIENCE)
-            except (OSError, TimeoutError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError):
                 text = None
             if order.leaves:
                 continue
@@ -208,7 +208,7 @@ async def _status(address: Address, data: bytes, waits: bool) -> int:
             return 0
         answer = await asyncio.wait_for(reader.read(65536), 0.5)
         return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
-    except (OSError, TimeoutError):
+    except OSError:
         return 0
     finally:
         writer.transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def close_pair(context: int = CONTEXT) -> tuple[GPT, GPT]:
     return target, draft
 
 
-def prompts(count: int, **sampling: float) -> Iterator[Request]:
+def prompts(count: int, **sampling: Any) -> Iterator[Request]:
     """Texts to continue, unlike in length."""
     numbers = torch.Generator().manual_seed(0)
     for index in range(count):

@@ -164,7 +164,8 @@ class Contest:
 
 def speculating(target: GPT, draft: GPT, *, slots: int = 1, **settings: Any) -> Engine:
     """An engine with a smaller model as the drafter."""
-    speculation = Speculation(**{"verification": "block", "max_draft_length": LONGEST} | settings)
+    given: dict[str, Any] = {"verification": "block", "max_draft_length": LONGEST} | settings
+    speculation = Speculation(**given)
     drafter = ModelDrafter(OwnModel(draft, CONTEXT), slots, speculation)
     return Engine(target, slots=slots, drafter=drafter, speculation=speculation)
 

@@ -145,7 +145,7 @@ def checkpointing(memory: HostMemory, how: dict[str, Any]) -> dict[str, Any]:
         while not stopped():
             progress.step += 1
             for _ in range(5):
-                zlib.crc32(memoryview(weights.numpy())[: 4 * CHUNK])  # pyright: ignore[reportArgumentType]
+                zlib.crc32(weights.numpy().data[: 4 * CHUNK])
             checkpointer.wait()
             checkpointer.capture(False)
             time.sleep(PAUSE)

@@ -41,12 +41,10 @@ def accounts() -> dict[str, tuple[MemoryProfile, int]]:
             for _ in range(3):
                 program.step()
             recording = recorder.stop()
-        events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-        sizes = (
-            event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            for event in events
-            if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-        )
+        assert profile.profiler is not None and profile.profiler.kineto_results is not None
+        events = profile.profiler.kineto_results.events()
+        cpu = [event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU]
+        sizes = (event.nbytes() for event in cpu)  # pyrefly: ignore[missing-attribute]
         found[name] = recording, max(accumulate(sizes))
         del program
     return found

@@ -59,7 +59,7 @@ def curve(features: list[Feature], steps: int, micro: int) -> tuple[list[float],
 def check_equal(out: Path) -> dict[str, Any]:
     """Largest differences from DDP."""
     found: dict[str, Any] = {}
-    cases = {
+    cases: dict[str, tuple[list[Feature], list[Feature], int]] = {
         "stage 2": ([Zero()], [DDP()], 1),
         "stage 1, accumulated": ([Zero(stage=1)], [DDP()], 2),
         "stage 2, accumulated": ([Zero()], [DDP()], 2),

@@ -82,7 +82,7 @@ def under_zero(dtype: torch.dtype, **settings: Any) -> Step:
 
 def under_deepspeed(dtype: torch.dtype) -> Step:
     """DeepSpeed's stage 2 with its defaults, but for buckets of the size of DDP's."""
-    import deepspeed  # pyright: ignore[reportMissingImports]
+    import deepspeed
 
     model = build_model(dtype)
     config = {

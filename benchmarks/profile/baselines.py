@@ -205,7 +205,7 @@ def measure() -> dict[str, dict[str, list[float]]]:
         print(name, table[name], flush=True)
     table["recording"] = {"forward": [round(1e9 * _recording(size)) for size in SIZES]}
     for name, make in _updates().items():
-        times = []
+        times: list[float] = []
         for size in SIZES[:-1]:
             parameters = [torch.rand(size).requires_grad_() for _ in range(PARAMETERS)]
             for parameter in parameters:

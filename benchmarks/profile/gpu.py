@@ -57,7 +57,8 @@ def kernels() -> tuple[tuple[int, int], tuple[int, int]]:
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as theirs:
         for _ in range(EVERY):
             run(workload)
-    work = ran(theirs.profiler.kineto_results.events())  # pyright: ignore[reportOptionalMemberAccess]
+    assert theirs.profiler is not None and theirs.profiler.kineto_results is not None
+    work = ran(theirs.profiler.kineto_results.events())
     seconds = sum(each.end - each.start for each in work)
     return (int(tree.count[ours].sum()), int(tree.device[ours].sum())), (len(work), seconds)
 

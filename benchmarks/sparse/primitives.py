@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Deadline
-from benchmarks.rows import Bar, Measured
+from benchmarks.rows import Bar, Measured, Op
 from shoestring.sparse import masks
 from shoestring.sparse.mvue import draw_key, mvue, uniforms
 from shoestring.sparse.product import shrink
@@ -25,8 +25,8 @@ PAIRS = list(combinations(range(4), 2))
 def rows() -> list[Bar]:
     """Every bar of the primitives."""
 
-    def bar(name: str, what: str, op: str, value: float, measure: Callable[..., Measured], baseline: str = "") -> Bar:
-        return Bar(f"sparse.{name}", what, op, value, measure=measure, baseline=baseline, peers=("torch",))  # type: ignore[arg-type]
+    def bar(name: str, what: str, op: Op, value: float, measure: Callable[..., Measured], baseline: str = "") -> Bar:
+        return Bar(f"sparse.{name}", what, op, value, measure=measure, baseline=baseline, peers=("torch",))
 
     patterns = "all 6^4 choices of two per row, in double precision"
     gaussian = "of 4 million Gaussian weights"

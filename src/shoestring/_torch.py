@@ -23,37 +23,37 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_mul_ = torch._foreach_mul_
 """(tensors, scalar or 0-d tensor): multiply each in place, in one kernel where the device has one."""
 
-foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
-foreach_addcdiv_ = torch._foreach_addcdiv_  # pyright: ignore[reportPrivateImportUsage]
-foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
-foreach_lerp = torch._foreach_lerp  # pyright: ignore[reportPrivateImportUsage]
-foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
-foreach_mul = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
-foreach_sqrt_ = torch._foreach_sqrt_  # pyright: ignore[reportPrivateImportUsage]
-foreach_addcdiv = torch._foreach_addcdiv  # pyright: ignore[reportPrivateImportUsage]
-foreach_addcmul_ = torch._foreach_addcmul_  # pyright: ignore[reportPrivateImportUsage]
-foreach_div_ = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
-foreach_sqrt = torch._foreach_sqrt  # pyright: ignore[reportPrivateImportUsage]
-foreach_sub_ = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_norm = torch._foreach_norm
+foreach_add = torch._foreach_add
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_div = torch._foreach_div
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_sqrt_ = torch._foreach_sqrt_
+foreach_addcdiv = torch._foreach_addcdiv
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_div_ = torch._foreach_div_
+foreach_sqrt = torch._foreach_sqrt
+foreach_sub_ = torch._foreach_sub_
 
-foreach_sub = torch._foreach_sub  # pyright: ignore[reportPrivateImportUsage]
+foreach_sub = torch._foreach_sub
 
 
-def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:  # pyright: ignore[reportPrivateImportUsage]
+def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:
     """What losses are multiplied by in this step, without waiting for the device."""
     return scaler._scale if scaler.is_enabled() and scaler._scale is not None else 1.0
 
 
 # Of 2:4 operands; cuSPARSELt's.
-cslt_compress = torch._cslt_compress  # pyright: ignore[reportPrivateImportUsage]
-cslt_sparse_mm = torch._cslt_sparse_mm  # pyright: ignore[reportPrivateImportUsage]
-cslt_sparse_mm_search = torch._cslt_sparse_mm_search  # pyright: ignore[reportPrivateImportUsage]
+cslt_compress = torch._cslt_compress
+cslt_sparse_mm = torch._cslt_sparse_mm
+cslt_sparse_mm_search = torch._cslt_sparse_mm_search
 
 # torch 2.13 gave them these names, and warns of those before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,7 +109,8 @@ def allow_any_gradient(tensor: torch.Tensor) -> None:
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """One step of an optimizer, without what is registered to happen before and after its steps."""
-    type(optimizer).step.__wrapped__(optimizer)  # pyright: ignore[reportFunctionMemberAccess]
+    step: Any = type(optimizer).step
+    step.__wrapped__(optimizer)
 
 
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
@@ -228,7 +229,7 @@ def resizes_heard(hear: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         hear(storage)
         return returned
 
-    torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+    torch.UntypedStorage.resize_ = resize_and_tell  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

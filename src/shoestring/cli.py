@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib.metadata import version
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
@@ -162,7 +164,7 @@ def _short(name: str) -> str:
 
 
 def _verbs() -> Any:
-    return Union[tuple(Annotated[verb, subcommand(name)] for name, verb in VERBS.items())]  # noqa: UP007
+    return reduce(or_, (Annotated[verb, subcommand(name)] for name, verb in VERBS.items()))
 
 
 def _report_error(error: ShoestringError) -> int:

@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import cattrs
 
 from shoestring.core.errors import ConfigError, nearest
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def structure(table: object, settings: type[T], where: str, source: str) -> T:
@@ -31,11 +34,11 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{source}: `{where}` must be a table, got {table!r}", hint=f"write [{where}]")
-    names = [each.name for each in fields(settings)]  # pyright: ignore[reportArgumentType]
+    names = [each.name for each in fields(settings)]
     for key in table:
         if key not in names:
             raise ConfigError(f"{source}: unknown key `{key}` in [{where}]", hint=nearest(key, names))
-    for each in fields(settings):  # pyright: ignore[reportArgumentType]
+    for each in fields(settings):
         if each.name not in table and each.default is each.default_factory is MISSING:
             raise ConfigError(f"{source}: `{where}.{each.name}` is missing")
     hints = get_type_hints(settings)

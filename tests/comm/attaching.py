@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from exchanges import Awkward, digest
 from torch import Tensor, nn
-from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -41,7 +41,7 @@ def backward(model: nn.Module, step: int, scaler: GradScaler | None = None) -> N
 
 
 def replicated(**settings: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(Awkward(), bucket_cap_mb=0.004, **settings)  # pyright: ignore[reportArgumentType]
+    return DistributedDataParallel(Awkward(), bucket_cap_mb=0.004, **settings)
 
 
 def closed(*, feature: dict[str, Any], again: bool) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def conserved(
     """
     world = World.current()
     model = replicated(find_unused_parameters=True) if wrap else Awkward()
-    plain: Awkward = model.module if wrap else model  # pyright: ignore[reportAssignmentType]
+    plain: Awkward = model.module if wrap else model
     optimizer = SGD(model.parameters(), lr=0.0)
     settings = scenarios.decode(feature)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
-    job = attach(model, settings, None if own_step else optimizer, scaler=scaler)  # pyright: ignore
+    job = attach(model, settings, None if own_step else optimizer, scaler=scaler)
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     there, used = ({name: torch.zeros_like(p) for name, p in trained.items()} for _ in range(2))
     with job:

@@ -65,7 +65,7 @@ def _world(local: int) -> World:
 def foreign(*, feature: dict[str, Any], steps: int, bucket_mb: float, no_sync: bool) -> dict[str, Any]:
     """A script of its own: DDP, two micro-batches, a layer not used in half of the steps; one line of shoestring."""
     world = World.current()
-    model = DistributedDataParallel(Awkward(), bucket_cap_mb=bucket_mb, find_unused_parameters=True)  # pyright: ignore
+    model = DistributedDataParallel(Awkward(), bucket_cap_mb=bucket_mb, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     digests, losses = [], []
     with attach(model, scenarios.decode(feature), optimizer) as job:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton  # pyright: ignore[reportMissingImports]
-from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from shoestring.comm.codecs.fused import BLOCK
 from shoestring.comm.codecs.fused_kernel import split

@@ -238,7 +238,7 @@ def test_a_torus_pays_inside_hosts_and_sends_less_between_them():
 
 def test_codecs_are_written_as_calls():
     assert parse_call("powersgd(rank=4, wire='bf16')") == ("powersgd", {"rank": 4, "wire": "bf16"})
-    assert parse_exchange("powersgd(rank=7)").rank == 7  # pyright: ignore[reportAttributeAccessIssue]
+    assert parse_exchange("powersgd(rank=7)").rank == 7
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def train(*, feature: dict[str, Any], folder: str, sharded: bool, warm: bool) ->
         warm: the first rank has trained on its share before, and no other one.
     """
     world = here()
-    own = replace(decode(feature), cache=f"{folder}/{world.rank}")  # pyright: ignore[reportCallIssue]
+    own = replace(decode(feature), cache=f"{folder}/{world.rank}")
     if warm and world.first:
         _run([own], ss.World())
     return _run([own, FSDP() if sharded else DDP()], world)

@@ -13,7 +13,7 @@ from shoestring.training.loop import PACE_STEPS, REPLAN, plan
 
 def rates(shape: str, paces: tuple[float, float], change: int, minutes: float = 1.0) -> list[float]:
     """The factors of a run whose steps take `paces` seconds each, the second from step `change` on."""
-    schedule = optim.Schedule(shape=shape, warmup=20, cooldown=0.2, final=0.0)  # pyright: ignore[reportArgumentType]
+    schedule = optim.Schedule(shape=shape, warmup=20, cooldown=0.2, final=0.0)
     progress, clock, factors = Progress(), 0.0, []
     while not progress.done:
         pace = paces[progress.step >= change]

@@ -54,7 +54,7 @@ def train(*, model: str, feature: dict[str, Any], steps: int) -> dict[str, Any]:
         with job:
             losses = [float(job.step(jobs.batch(number, world.rank, world.size))) for number in range(steps)]
             attached = job.kept[features[-1].name].state
-            method: Any = attached.method  # pyright: ignore[reportAttributeAccessIssue]
+            method: Any = attached.method
             masks = {name: mask.tolist() for name, mask in getattr(method, "masks", {}).items()}
             scales = {name: float(scale) for name, scale in getattr(method, "scales", {}).items()}
             numbers = {name: float(job.numbers[name]) for name in ("decay", "flip_rate") if name in job.numbers}
@@ -65,7 +65,7 @@ def train(*, model: str, feature: dict[str, Any], steps: int) -> dict[str, Any]:
                 "scales": scales,
                 "numbers": numbers,
                 "kept": kept,
-                "dense": attached.choice.dense,  # pyright: ignore[reportAttributeAccessIssue]
+                "dense": attached.choice.dense,
                 "most": max(travelled, default=0),
             }
 

@@ -164,7 +164,7 @@ class Grabs(Feature):
     def check(self, job: Job) -> None:
         import torch
 
-        job.reserved = torch.zeros(1000)  # type: ignore[attr-defined]
+        job.reserved = torch.zeros(1000)
 
     def apply(self, job: Job, seam: Seam) -> None:
         return

@@ -78,7 +78,7 @@ def wide_type(_: Parts) -> Iterator[None]:
 
 @contextmanager
 def other_class(parts: Parts) -> Iterator[None]:
-    block = parts[0].blocks[0]  # pyright: ignore[reportIndexIssue]
+    block = parts[0].blocks[0]
     before, block.__class__ = type(block), type("Other", (type(block),), {})
     yield
     block.__class__ = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -35,7 +36,7 @@ def photos_channels_last(steps: int) -> list[Tensor]:
     net = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 48, 3, stride=2), nn.ReLU(), nn.Conv2d(48, 48, 3)
     ).eval()
-    net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    net = net.to(memory_format=torch.channels_last)  # pyrefly: ignore[no-matching-overload]
     labels = []
     for _ in range(steps):
         photos = torch.randint(0, 256, (4, 3, 64, 64), generator=random, dtype=torch.uint8)
@@ -200,10 +201,10 @@ def acting(steps: int) -> list[np.ndarray]:
 
 
 @cache
-def compiled_filter() -> nn.Module:
+def compiled_filter() -> Callable[[Tensor], Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).eval()
-    return torch.compile(model, backend="eager")  # pyright: ignore[reportReturnType]
+    return torch.compile(model, backend="eager")
 
 
 @torch.inference_mode()

@@ -65,9 +65,7 @@ def average_together(parameters: list[nn.Parameter]) -> None:
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
     parts = flat.div_(2).split([grad.numel() for grad in grads])
-    torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-        grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-    )
+    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def data_parallel(steps: int, together: bool) -> list[Tensor]:

@@ -33,7 +33,7 @@ class NextBlock(nn.Module):
 def tagging_photos(steps: int, copies: bool) -> list[Tensor]:
     random = seeded()
     stem, blocks = nn.Conv2d(3, 32, 4, stride=4), nn.Sequential(*[NextBlock(32, copies) for _ in range(3)])
-    nn.ModuleList([stem, blocks]).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    nn.ModuleList([stem, blocks]).to(memory_format=torch.channels_last)  # pyrefly: ignore[no-matching-overload]
     head = nn.Linear(32, 20)
     tags = []
     for _ in range(steps):

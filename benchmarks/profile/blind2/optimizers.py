@@ -64,7 +64,7 @@ def follow_one_by_one(online: nn.Module, target: nn.Module, tau: float) -> None:
 
 @torch.no_grad()
 def follow_together(online: nn.Module, target: nn.Module, tau: float) -> None:
-    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_lerp_(list[Tensor](target.parameters()), list[Tensor](online.parameters()), tau)
 
 
 def q_learning(steps: int, follow: Callable[[nn.Module, nn.Module, float], None]) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
@@ -115,18 +115,18 @@ class Lion(torch.optim.Optimizer):
 
 class ManyTensorLion(Lion):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
             if not group.get("averages"):
                 group["averages"] = [torch.zeros_like(p) for p in params]
             grads, averages = [p.grad for p in params], group["averages"]
-            torch._foreach_mul_(params, 1 - group["lr"] * group["decay"])  # pyright: ignore[reportPrivateImportUsage]
-            updates = torch._foreach_lerp(averages, grads, 1 - beta1)  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_sign_(updates)  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_add_(params, updates, alpha=-group["lr"])  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_lerp_(averages, grads, 1 - beta2)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(params, 1 - group["lr"] * group["decay"])
+            updates = torch._foreach_lerp(averages, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(averages, grads, 1 - beta2)
 
 
 def fine_tuning(steps: int, optimizer_class: type[Lion]) -> list[Tensor]:

@@ -146,7 +146,7 @@ def scheduled(steps: int, static: bool) -> np.ndarray:
     @partial(jax.jit, static_argnames="step" if static else ())
     def update(params: Any, step: int) -> Any:
         rate = 0.1 / (1 + 0.01 * step)
-        grads = jax.grad(lambda params: jnp.mean((net.apply(params, x) - y) ** 2))(params)  # pyright: ignore
+        grads = jax.grad(lambda params: jnp.mean((net.apply(params, x) - y) ** 2))(params)  # pyrefly: ignore[unsupported-operation]
         return jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
     for step in range(steps):

@@ -54,11 +54,11 @@ def repeated(step: Step, steps: int) -> None:
         step()
 
 
-def with_changes(step: Step, owner: Any, **values: object) -> Step:
+def with_changes(step: Step, owner: Any, **values: Any) -> Step:
     """The step while names of a module or class have other values."""
 
     def changed() -> object:
-        with patch.multiple(owner, **values):  # pyright: ignore[reportCallIssue, reportArgumentType]
+        with patch.multiple(owner, **values):
             return step()
 
     return changed

@@ -64,7 +64,7 @@ def gpt2(activation: str, **options: Any) -> Step:
 
 def graph_convolutions(prepared: bool) -> Step:
     """A graph convolutional network on a citation graph; the edges are given as a list or as a sparse matrix."""
-    from torch_geometric.nn import GCN  # pyright: ignore[reportMissingImports]
+    from torch_geometric.nn import GCN
 
     torch.manual_seed(0)
     x, edges, y = torch.randn(3000, 64), torch.randint(0, 3000, (2, 15_000)), torch.randint(0, 7, (3000,))
@@ -87,8 +87,8 @@ def graph_convolutions(prepared: bool) -> Step:
 
 def diffusers_training(**options: Any) -> Step:
     """A noise predictor of diffusers in training, with the package's moving average of the weights."""
-    from diffusers import DDPMScheduler, UNet2DModel  # pyright: ignore[reportMissingImports]
-    from diffusers.training_utils import EMAModel  # pyright: ignore[reportMissingImports]
+    from diffusers import DDPMScheduler, UNet2DModel
+    from diffusers.training_utils import EMAModel
 
     torch.manual_seed(0)
     model = UNet2DModel(
@@ -105,7 +105,7 @@ def diffusers_training(**options: Any) -> Step:
     def step() -> None:
         clean, times = torch.randn(4, 3, 16, 16), torch.randint(0, 1000, (4,))
         noise = torch.randn_like(clean)
-        noisy = scheduler.add_noise(clean, noise, times)  # pyright: ignore[reportArgumentType]
+        noisy = scheduler.add_noise(clean, noise, times)
         F.mse_loss(model(noisy, times).sample, noise).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -81,9 +81,7 @@ def vit_after() -> Step:
 
 @torch.no_grad()
 def average_at_once(self: diffusion.EMA, model: nn.Module) -> None:
-    torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-        list(self.model.parameters()), list(model.parameters()), 1 - self.decay
-    )
+    torch._foreach_lerp_(list[Tensor](self.model.parameters()), list[Tensor](model.parameters()), 1 - self.decay)
 
 
 def diffusion_after() -> Step:

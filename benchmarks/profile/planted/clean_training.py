@@ -146,7 +146,7 @@ def checkpointed(steps: int) -> list[Tensor]:
         h = x
         for block in blocks:
             h = checkpoint(block, h, use_reentrant=False)
-        return F.mse_loss(head(h.mean(1))[:, 0], y)  # pyright: ignore[reportAttributeAccessIssue]
+        return F.mse_loss(head(h.mean(1))[:, 0], y)
 
     return fit(steps, [*blocks.parameters(), *head.parameters()], loss_of)
 

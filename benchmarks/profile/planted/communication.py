@@ -39,7 +39,7 @@ def process_group(rank: int, size: int, store: Path) -> Iterator[None]:
 
 def slow_link(
     state: object,
-    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """Averages the gradients of one rank: gives them back after the time that a link takes."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -104,7 +104,7 @@ def buckets(steps: int, megabytes: float) -> list[Tensor]:
     random = seeded()
     module = DeepNet()
     with tempfile.TemporaryDirectory() as folder, process_group(0, 1, Path(folder, "store")):
-        model = DistributedDataParallel(module, bucket_cap_mb=megabytes)  # pyright: ignore[reportArgumentType]
+        model = DistributedDataParallel(module, bucket_cap_mb=megabytes)
         model.register_comm_hook(None, slow_link)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
         for _ in range(steps):

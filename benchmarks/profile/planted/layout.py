@@ -35,7 +35,7 @@ class ConvNet(nn.Module):
 
 def images(steps: int, converts: bool) -> list[Tensor]:
     random = seeded()
-    model = ConvNet(converts).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = ConvNet(converts).to(memory_format=torch.channels_last)  # pyrefly: ignore[no-matching-overload]
     x, y = torch.randn(16, 3, 64, 64, generator=random), torch.randint(0, 5, (16,), generator=random)
     x = x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)

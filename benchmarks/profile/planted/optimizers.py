@@ -1,4 +1,3 @@
-# pyright: reportPrivateImportUsage=false
 """Optimizers that update parameters one by one, with many small operators."""
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -97,7 +96,7 @@ class ForeachLion(Lion):
     """The same for all parameters at once."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         for group in self.param_groups:
             params, lr = group["params"], group["lr"]
             gradients = [p.grad for p in params]

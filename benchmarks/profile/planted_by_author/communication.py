@@ -20,7 +20,7 @@ from benchmarks.profile.planted_by_author.model import Blocks, Training
 @contextmanager
 def _alone() -> Iterator[None]:
     """A process group of this process."""
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
     try:
         yield

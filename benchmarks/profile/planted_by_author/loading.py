@@ -28,8 +28,8 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        x = self.kept[row] if self.kept else self.parse(self.texts[row])  # fault: parse-each-time
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = self.kept[index] if self.kept else self.parse(self.texts[index])  # fault: parse-each-time
         return x, x.sum()
 
 
@@ -42,10 +42,10 @@ class Stored(Dataset[Tensor]):
     def __len__(self) -> int:
         return 2048
 
-    def __getitem__(self, row: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         if not self.kept:
             time.sleep(0.0005)  # fault: slow-store
-        return self.values[row]
+        return self.values[index]
 
 
 def _parsed(steps: int, fixed: bool) -> list[Tensor]:

@@ -42,7 +42,7 @@ def _momentum(steps: int, fixed: bool) -> list[Tensor]:
 def _average(steps: int, fixed: bool) -> list[Tensor]:
     model, slow, x = _deep(32, 24), _deep(32, 24), torch.randn(32, 24)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2, fused=True)
-    fast, kept = ([*part.parameters()] for part in (model, slow))
+    fast, kept = (list[Tensor](part.parameters()) for part in (model, slow))
     for _ in range(steps):
         optimizer.zero_grad()
         y = model(x)
@@ -50,7 +50,7 @@ def _average(steps: int, fixed: bool) -> list[Tensor]:
         optimizer.step()
         with torch.no_grad():
             if fixed:
-                torch._foreach_lerp_(kept, fast, 0.01)  # pyright: ignore
+                torch._foreach_lerp_(kept, fast, 0.01)
             else:
                 for mine, other in zip(kept, fast, strict=True):
                     mine.mul_(0.99).add_(other, alpha=0.01)  # fault: average-each

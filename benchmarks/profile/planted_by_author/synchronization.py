@@ -39,7 +39,7 @@ def _clipped(steps: int, fixed: bool) -> list[float]:
         y = model(x)
         gradients = torch.autograd.grad(F.mse_loss(y, x), list(model.parameters()))
         if fixed:
-            each = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+            each = torch._foreach_norm(gradients)
             norms.append(float(torch.stack(each).square().sum().sqrt()))
         else:
             total = 0.0

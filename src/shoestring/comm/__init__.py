@@ -22,7 +22,7 @@ from shoestring.comm.settings.per_step import (
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from shoestring.core.job import Job

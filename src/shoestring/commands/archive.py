@@ -292,7 +292,7 @@ def shown(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     """What is in a checkpoint: the states with their bytes, the tensors, and what else there is."""
     content = checkpoint.content()
     owned = {name: f"{len(content.own)} ranks' own" for states in content.own.values() for name in states}
-    states = []
+    states: list[dict[str, Any]] = []
     for name, across in [*dict.fromkeys(content.shared, "of all ranks").items(), *owned.items()]:
         mine = [stored for stored in content.tensors.values() if _of(stored.name) in (name, root(name))]
         values = [] if across != "of all ranks" else _values(content.state(name))

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import cattrs
 import tomli_w
@@ -35,7 +36,7 @@ def probe(world: World, folder: Path) -> Cluster:
     Raises:
         ConfigError: `folder` cannot be written.
     """
-    mine = {"device": asdict(_device(world)), "links": [asdict(link) for link in _links(world)]}
+    mine: dict[str, Any] = {"device": asdict(_device(world)), "links": [asdict(link) for link in _links(world)]}
     mine["store"] = asdict(world.agree(lambda: _store(world, folder))) if world.local_rank == 0 else None
     if world.local_rank != 0:
         world.agree(lambda: None)

@@ -46,10 +46,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        functions = {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
-            self.template = environment.from_string(source)
+            self.template = environment.from_string(source, functions)
         except TemplateSyntaxError as error:
             raise DataError(f"line {error.lineno} of the chat template is not valid: {error.message}") from error
         self.tokenizer = tokenizer

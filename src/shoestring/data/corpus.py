@@ -56,6 +56,14 @@ class Corpus:
         """Documents in both parts."""
         return self.train.documents + self.held_out.documents
 
+    def train_texts(self) -> bytes:
+        """The training documents in UTF-8, joined by zero bytes; all in memory."""
+        return _texts(self.tokenizer, self.train)
+
+    def held_out_texts(self) -> bytes:
+        """The held-out documents in UTF-8, joined by zero bytes; all in memory."""
+        return _texts(self.tokenizer, self.held_out)
+
     @property
     def bytes(self) -> int:
         """Bytes of text in both parts, separators not counted."""
@@ -70,14 +78,6 @@ class Corpus:
     def duplicates(self) -> int:
         """Documents left out because an earlier one has the same text."""
         return self.train.duplicates
-
-    def train_texts(self) -> bytes:
-        """The training documents in UTF-8, joined by zero bytes; all in memory."""
-        return _texts(self.tokenizer, self.train)
-
-    def held_out_texts(self) -> bytes:
-        """The held-out documents in UTF-8, joined by zero bytes; all in memory."""
-        return _texts(self.tokenizer, self.held_out)
 
 
 def _texts(tokenizer: Tokenizer, part: Tokens) -> bytes:

@@ -66,7 +66,7 @@ def read_idx(path: Path) -> Tensor:
     """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, gzip.zlib.error) as error:  # pyright: ignore[reportAttributeAccessIssue]
+    except (OSError, EOFError, gzip.zlib.error) as error:
         raise DataError(f"`{path}` cannot be read: {error}") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         raise DataError(f"`{path}` is not an IDX file, as MNIST's are")

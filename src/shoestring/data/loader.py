@@ -5,8 +5,8 @@ Global sample g is the one at position g of the data set's order (`order.py`): a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -208,7 +208,7 @@ def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, li
 
 
 def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # pyright: ignore[reportArgumentType] (torch leaves __len__ out of Dataset)
+    return len(cast(Sized, dataset))  # torch leaves `__len__` out of Dataset
 
 
 def _fingerprint(dataset: Dataset[Any]) -> str:

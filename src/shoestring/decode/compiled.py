@@ -101,7 +101,7 @@ class Compiled(OwnModel):
         tokens = torch.zeros(rows, count, dtype=torch.int64, device=self.device)
         # Until it is told where to, the pass writes to the position that is never attended to.
         place = CachePlace(slice(0, rows), torch.full_like(tokens, cache.length), end, aligned=False)
-        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+        config: Any = torch._dynamo.config
 
         def run() -> Tensor:
             with config.patch(recompile_limit=512, accumulated_recompile_limit=512):

@@ -54,7 +54,7 @@ class Distill(Feature):
     `tv` does in any case."""
 
     @property
-    def seams(self) -> tuple[Seam, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
         """STEP where tokens are selected, by a threshold that follows the steps."""
         return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.reference else (Seam.MODEL, Seam.LOSS)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented all the same
+from torch.distributed import PrefixStore  # documented all the same
 
 from shoestring._torch import Store
 from shoestring.core.errors import PeerError

@@ -81,7 +81,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
         counted = wanted != IGNORED
         flat, wanted = flat[counted], wanted[counted]
     with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(flat, weight, bias, wanted, tokens, dtype)  # pyright: ignore[reportReturnType]
+        return _ChunkedCrossEntropy.apply(flat, weight, bias, wanted, tokens, dtype)
 
 
 # -- in a job ----------------------------------------------------------------------------------------------------------

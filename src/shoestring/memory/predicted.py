@@ -286,15 +286,15 @@ class BeforeSteps(Feature):
     inner: Feature
 
     @property
-    def seams(self) -> tuple[Seam, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
         return tuple(seam for seam in self.inner.seams if seam is not Seam.STEP)
 
     @property
-    def engine(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def engine(self) -> Any:  # pyrefly: ignore[bad-override]
         return self.inner.engine
 
     @property
-    def adds_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def adds_parameters(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.inner.adds_parameters
 
     @property

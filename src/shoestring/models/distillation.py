@@ -160,7 +160,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
         student, teacher, acceptance, reverse = ctx.saved_tensors
         of_student = torch.empty_like(student)
         share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature
@@ -212,7 +212,7 @@ class _KnownLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         student, words, values, drawn, acceptance, reverse = ctx.saved_tensors
         of_student = torch.empty_like(student)
         share, scale = _share_of_kl(ctx.objective, acceptance), grad * ctx.temperature

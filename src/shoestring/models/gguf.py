@@ -94,7 +94,7 @@ def load(path: Path) -> tuple[nn.Module, Tokenizer | None]:
         reader = library.GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, IndexError, KeyError) as error:
         raise CheckpointError(f"`{path}` is no GGUF file that can be read: {error}") from error
     config = _config(values, tensors, str(path))
     with torch.device("meta"):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ def save(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> None:
         OSError: the disk; before the exchange nothing has changed.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model-", suffix=".tmp") as aside, _quiet():
-        model.save_pretrained(aside)  # pyright: ignore[reportCallIssue]
+        cast(Any, model).save_pretrained(aside)
         fresh = sorted(path for path in Path(aside).iterdir() if path.name != CONFIG)
         (folder / CONFIG).unlink(missing_ok=True)
         for path in folder.glob("model*.safetensors*"):
@@ -134,7 +134,7 @@ def file_of(name: str, file: str) -> Path | None:
 
 
 def _transformers(module: str = "") -> ModuleType:
-    """The package, or a module of it: by name, because an import statement has pyright read all of its models."""
+    """The package, or a module of it: by name, because an import statement has type checkers read all of its models."""
     try:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:

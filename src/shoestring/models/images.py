@@ -33,7 +33,7 @@ class Classifier(nn.Module):
         self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = (images.to(self.mean.dtype) - self.mean) / self.deviation  # pyright: ignore
+        x = (images.to(self.mean.dtype) - self.mean) / self.deviation
         if self.training:
             x = moved(x, self.shift) if self.shift else x
             x = mirrored(x) if self.mirror else x

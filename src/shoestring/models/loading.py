@@ -62,7 +62,7 @@ def outline(source: str) -> nn.Module | None:
         folder = model_folder(source) or Path(source)
         config = _config(folder)
         form, mark = _format(config, folder), config.get(MARKER)
-        own = {**(mark if isinstance(mark, dict) else {}), "format": form}
+        own: dict[str, Any] = {**(mark if isinstance(mark, dict) else {}), "format": form}
         return _unfilled(own.get("of", own), config, folder)  # packed, quantized and adapted layers count as plain ones
 
 

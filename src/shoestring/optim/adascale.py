@@ -178,8 +178,8 @@ class Gain:
         return norms(self.gradients()).square().sum()
 
     def gradients(self) -> list[Tensor]:
-        trained = [tensor for tensor in self.job.trained.values() if tensor.grad is not None]
-        return [part_of(tensor, self.scaled(tensor, tensor.grad)) for tensor in trained]  # pyright: ignore[reportArgumentType]
+        trained = self.job.trained.values()
+        return [part_of(each, self.scaled(each, each.grad)) for each in trained if each.grad is not None]
 
     def measure_consecutive(self) -> None:
         """Half the squared difference of two steps' gradients is the variance, and their product the squared norm."""

@@ -94,12 +94,12 @@ class EightBitAdamW(Stepping):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group)
+                    self._step(parameter, parameter.grad, group)
 
-    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         first, second = self._averages(parameter, state)
-        gradient = parameter.grad.to(first.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+        gradient = grad.to(first.dtype)
         state["step"] += 1
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -103,7 +103,8 @@ class Lars(Layerwise):
         chosen = [now.tensors[index] for index in now.adapting]
         if not chosen:
             return now.rates.new_zeros(2, len(now.tensors))
-        weights, gradients = norms([*chosen, *(each.grad for each in chosen)], self.sharers).chunk(2)  # pyright: ignore[reportArgumentType]
+        theirs = [each.grad for each in chosen if each.grad is not None]
+        weights, gradients = norms([*chosen, *theirs], self.sharers).chunk(2)
         return torch.stack([now.spread(weights, 0.0), now.spread(gradients, 0.0)])
 
     def _ratios(self, now: Now, given: Tensor) -> Tensor:

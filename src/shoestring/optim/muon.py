@@ -22,7 +22,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import local, shares
+from shoestring.optim.norms import local, local_gradient, shares
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 
@@ -53,7 +53,7 @@ def orthogonalized(matrices: Tensor, iterations: int) -> Tensor:
 
 def orthogonalized_all(tensors: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """The same of tensors of any shapes with at least two dimensions, of which the first counts as rows."""
-    found: list[Tensor | None] = [None] * len(tensors)
+    found: dict[int, Tensor] = {}
     alike: dict[tuple[int, int], list[int]] = {}
     flat = [each.flatten(1) for each in tensors]
     flat = [each if each.shape[0] <= each.shape[1] else each.T for each in flat]
@@ -66,7 +66,7 @@ def orthogonalized_all(tensors: Sequence[Tensor], iterations: int) -> list[Tenso
             shape = tensors[index].shape
             turned = shape[0] > tensors[index].numel() // shape[0]
             found[index] = (each.T if turned else each).reshape(shape)
-    return found  # pyright: ignore[reportReturnType]
+    return [found[index] for index in range(len(tensors))]
 
 
 def _work(shape: torch.Size) -> int:
@@ -117,7 +117,7 @@ class MuonAdamW(Stepping):
         for each in tensors:
             if not self.state[each]:
                 self.state[each]["momentum_buffer"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-        gradients = [local(each.grad) for each in tensors]  # pyright: ignore[reportArgumentType]
+        gradients = [local_gradient(each) for each in tensors]
         velocities = [local(self.state[each]["momentum_buffer"]) for each in tensors]
         foreach_lerp_(velocities, gradients, 1 - self.momentum)
         ahead = foreach_lerp(gradients, velocities, self.momentum) if self.nesterov else velocities
@@ -140,7 +140,7 @@ class MuonAdamW(Stepping):
         groups: dict[Any, list[int]] = {}
         for index, each in enumerate(tensors):
             groups.setdefault(_sharders(each), []).append(index)
-        found: list[Tensor | None] = [None] * len(tensors)
+        found: dict[int, Tensor] = {}
         for group, indices in groups.items():
             own = [parts[index] for index in indices]
             if group is not None:
@@ -149,9 +149,8 @@ class MuonAdamW(Stepping):
                 made = self._by_sharers(own, self.sharers)
             else:
                 made = orthogonalized_all(own, self.iterations)
-            for index, each in zip(indices, made, strict=True):
-                found[index] = each
-        return found  # pyright: ignore[reportReturnType]
+            found.update(zip(indices, made, strict=True))
+        return [found[index] for index in range(len(tensors))]
 
     def _by_sharers(self, whole: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         """Each rank makes its share and sends it to all."""
@@ -162,12 +161,12 @@ class MuonAdamW(Stepping):
         sent = torch.cat([each.flatten() for each in mine] or [whole[0].new_zeros(0)])
         all_of = whole[0].new_empty(ranks * max(sizes))
         dist.all_gather_into_tensor(all_of, nn.functional.pad(sent, (0, max(sizes) - len(sent))), group=group)
-        found: list[Tensor | None] = [None] * len(whole)
+        found: dict[int, Tensor] = {}
         for share, size, row in zip(shared, sizes, all_of.view(ranks, -1), strict=True):
             pieces = row[:size].split([whole[index].numel() for index in share])
             for index, piece in zip(share, pieces, strict=True):
                 found[index] = piece.view(whole[index].shape)
-        return found  # pyright: ignore[reportReturnType]
+        return [found[index] for index in range(len(whole))]
 
     def _by_owners(self, tensors: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         """Each matrix goes whole to one rank, and its step back to all that hold a part of its rows."""
@@ -191,11 +190,11 @@ class MuonAdamW(Stepping):
         sent = torch.cat([taken.new_zeros(0), *(each[to].flatten() for to in range(ranks) for each in back)])
         taken = sent.new_empty(sum(sends))
         dist.all_to_all_single(taken, sent, sends, takes, group=group)
-        found: list[Tensor | None] = [None] * len(tensors)
+        found: dict[int, Tensor] = {}
         for share, chunk in zip(owned, taken.split(sends), strict=True):
             for index, piece in zip(share, chunk.split([parts[index].numel() for index in share]), strict=True):
                 found[index] = piece.view(parts[index].shape)
-        return found  # pyright: ignore[reportReturnType]
+        return [found[index] for index in range(len(tensors))]
 
     def _adamw(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         for each in tensors:
@@ -206,7 +205,7 @@ class MuonAdamW(Stepping):
         states = [self.state[each] for each in tensors]
         adamw(
             [local(each) for each in tensors],
-            [local(each.grad) for each in tensors],  # pyright: ignore[reportArgumentType]
+            [local_gradient(each) for each in tensors],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
             [],
@@ -226,10 +225,10 @@ def _sharders(tensor: Tensor) -> dist.ProcessGroup | None:
     """The ranks that hold parts of its rows."""
     if not isinstance(tensor, DTensor):
         return None
-    dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    if len(dims) > 1 or any(tensor.placements[dim].dim != 0 for dim in dims):  # pyright: ignore[reportAttributeAccessIssue]
+    shards = {at: placement for at, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    if len(shards) > 1 or any(placement.dim != 0 for placement in shards.values()):
         raise ConfigError(f"`optim.muon` knows matrices whose rows are split once, not {tensor.placements}")
-    return tensor.device_mesh.get_group(dims[0]) if dims else None
+    return tensor.device_mesh.get_group(next(iter(shards))) if shards else None
 
 
 # -- as a feature ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_gradient(tensor: Tensor) -> Tensor:
+    """This rank's part of the tensor's gradient, which must not be None."""
+    assert tensor.grad is not None
+    return local(tensor.grad)
+
+
 def part_of(whole: Tensor, part: Tensor) -> Tensor:
     """The tensor that has `part` where this rank has its part of `whole`."""
     if not isinstance(whole, DTensor):

@@ -26,7 +26,7 @@ from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.averaging import check_steps_parameters, swapped
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import local
+from shoestring.optim.norms import local, local_gradient
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 
@@ -66,7 +66,7 @@ class ScheduleFreeAdamW(Stepping):
                 state["z"] = each.detach().clone()
                 state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
         states = [self.state[each] for each in tensors]
-        y, grad = [local(each) for each in tensors], [local(each.grad) for each in tensors]  # pyright: ignore[reportArgumentType]
+        y, grad = [local(each) for each in tensors], [local_gradient(each) for each in tensors]
         z, second = ([local(state[name]) for state in states] for name in ("z", "exp_avg_sq"))
         beta1, beta2 = self.betas
         steps, weights, largest = states[0]["step"].tolist()

@@ -14,7 +14,7 @@ class Stepping(Optimizer, ABC):
     """An optimizer that says what happens between the closure and the end of a step."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if there is one, with gradients; update the parameters; return the closure's loss."""
         loss = None
         if closure is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoestring.optim.norms import local
+from shoestring.optim.norms import local, local_gradient
 from shoestring.optim.stepping import Stepping
 
 BLOCK = 8192
@@ -111,7 +111,7 @@ class Now:
     def of(cls, ready: Sequence[tuple[dict[str, Any], Tensor]]) -> Now:
         tensors = [each for _, each in ready]
         weights = [local(each) for each in tensors]
-        gradients = [local(each.grad) for each in tensors]  # pyright: ignore[reportArgumentType]
+        gradients = [local_gradient(each) for each in tensors]
         rates, decays = ([group[key] for group, _ in ready] for key in ("lr", "weight_decay"))
         return cls(
             tensors,

@@ -27,7 +27,7 @@ def replicate(job: Job, over: Sequence[str], bucket_mb: float, find_unused: bool
         job.model,
         device_ids=[job.world.device.index] if job.world.device.type == "cuda" else None,
         process_group=group,
-        bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  (a float works and is documented)
+        bucket_cap_mb=bucket_mb,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )

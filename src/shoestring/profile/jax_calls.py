@@ -91,7 +91,7 @@ class CallSites:
                 inside.call = False
 
         try:
-            kind.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
+            kind.__call__ = __call__
         except TypeError:
             yield
             return

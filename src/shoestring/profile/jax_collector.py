@@ -140,7 +140,7 @@ class JaxCollector(threading.Thread):
             return False
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:  # pyright: ignore[reportPrivateImportUsage]
+        with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:
             session = new_session(options)
             began = time.perf_counter()
             self.hurry.wait(seconds)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-Value = int | float | str | bytes | Sequence["Field"]
+Value: TypeAlias = "int | float | str | bytes | Sequence[Field]"
 Field = tuple[int, Value]
 
 _VARINT, _DOUBLE, _LENGTH = 0, 1, 2

@@ -62,7 +62,7 @@ class Wandb:
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("wandb"):
-            import wandb  # pyright: ignore[reportMissingImports]
+            import wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shoestring"),
             name=name,
@@ -87,7 +87,7 @@ class Trackio:
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("trackio"):
-            import trackio  # pyright: ignore[reportMissingImports]
+            import trackio
         own = _remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._run = trackio.init("shoestring", name=own, config=flat(dict(settings)), resume="allow", embed=False)
 
@@ -105,8 +105,8 @@ class MLflow:
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("mlflow"):
-            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-            from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         self._client, self._metric = MlflowClient(uri), Metric
         self._id = _remember(folder, "mlflow", lambda: self._begin(name))

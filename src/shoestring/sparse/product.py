@@ -40,7 +40,7 @@ class Pruned(torch.autograd.Function):
         return weight.masked_fill(~unpack(packed, weight.shape[1]), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         return grad, None
 
 
@@ -63,7 +63,7 @@ class Shrinking(torch.autograd.Function):
         return shrink(weight) * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         return grad, None
 
 
@@ -88,7 +88,7 @@ class Product(torch.autograd.Function):
         return times_transposed(x, weight) if sparse_along else F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # pyrefly: ignore[bad-override]
         x, weight, *key = ctx.saved_tensors
         of_weight = grad.flatten(0, -2)
         if ctx.draws:

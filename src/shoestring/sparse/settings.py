@@ -125,11 +125,33 @@ class Masked(Sparsity):
     """A way of training through a mask: dense weights get the gradient of the masked ones."""
 
     # No fields: what holds where a method has no setting of the name, and the bound that `decay` must stay below.
-    mask = "rows"
-    norm: ClassVar[Literal["l1", "l2"]] = "l1"
-    refresh = 1
-    decay, decay_below = 0.0, 1.0
-    calibrate = tail = 0.0
+    @property
+    def mask(self) -> MaskName:
+        return "rows"
+
+    @property
+    def norm(self) -> Literal["l1", "l2"]:
+        return "l1"
+
+    @property
+    def refresh(self) -> int:
+        return 1
+
+    @property
+    def decay(self) -> float:
+        return 0.0
+
+    @property
+    def decay_below(self) -> float:
+        return 1.0
+
+    @property
+    def calibrate(self) -> float:
+        return 0.0
+
+    @property
+    def tail(self) -> float:
+        return 0.0
 
     def method(self, job: Job) -> SparseMethod:
         from shoestring.sparse.masked import Masks
@@ -208,11 +230,10 @@ class TSRSTE(Masked):
     """T-SR-STE (Hu et al., 2024): 2:4 masks that hold for rows and columns, so that forward pass and input gradients
     are both sparse; masked weights decay through their gradients, and training ends dense."""
 
-    mask = "transposable"
     refresh: int = 40
     """Optimizer steps between two computations of the masks; more steps cost less time and follow the weights
     later."""
-    norm: Literal["l1", "l2"] = "l1"  # pyright: ignore[reportIncompatibleVariableOverride]
+    norm: Literal["l1", "l2"] = "l1"
     """Norm that masks keep the most of in each tile of four by four: the sum of magnitudes, or of squares."""
     decay: float = 6e-5
     """Factor by which masked weights are added to their gradients, after clipping; a larger one makes masks change
@@ -223,6 +244,10 @@ class TSRSTE(Masked):
     tail: float = 1 / 6
     """Share of the steps, at the end, in which the model is trained dense, and so leaves the run dense; 0 makes a
     sparse model."""
+
+    @property
+    def mask(self) -> MaskName:
+        return "transposable"
 
     @property
     def rows_too(self) -> bool:
@@ -263,17 +288,17 @@ class AST(Masked):
     and leave the run beside the sparse ones; smaller blocks add more. 0 adds none, and the model is 2:4 alone."""
 
     @property
-    def seams(self) -> tuple[Seam, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
         """LOSS where there is a teacher; without one it attaches to any loop."""
         return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.distillation else (Seam.MODEL, Seam.STEP)
 
     @property
-    def adds_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def adds_parameters(self) -> bool:  # pyrefly: ignore[bad-override]
         """The adapters, where there are some."""
         return self.slorb > 0
 
     @property
-    def decay_below(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def decay_below(self) -> float:
         return 1.0 if self.scale == "none" else 100.0
 
     def check(self, job: Job) -> None:

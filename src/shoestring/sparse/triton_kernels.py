@@ -6,8 +6,8 @@ are of the same terms in the same order, but for scores of tiles, whose sums are
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 
 @triton.jit

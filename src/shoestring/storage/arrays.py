@@ -32,7 +32,7 @@ class Format(NamedTuple):
         """The bytes of a file with this table and these arrays."""
         head = json.dumps({"format": self.name, "version": self.version, **table})
         room = io.BytesIO()
-        np.savez_compressed(room, **arrays, head=text(head))
+        np.savez_compressed(room, **arrays, head=text(head))  # pyrefly: ignore[bad-argument-type]
         return room.getvalue()
 
     def load(self, path: Path, make: Callable[[dict[str, Any], Mapping[str, np.ndarray]], Read]) -> Read:

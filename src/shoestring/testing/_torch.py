@@ -18,7 +18,7 @@ def process_groups() -> int:
 
 def saved_tensor_hooks() -> bool:
     """Whether hooks for what autograd saves (`saved_tensors_hooks`) are on for this thread."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    top = torch._C._autograd._top_saved_tensors_default_hooks
     return top(False) is not None
 
 

@@ -124,8 +124,10 @@ class Allocations(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        super().__exit__(kind, error, tb)
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         gc.collect()
         self._grown += tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()

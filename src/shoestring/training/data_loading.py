@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -106,7 +106,7 @@ def with_steps(run: Run, data: DataSets) -> Run:
     """The run with the number of steps that `run.epochs` asks for, where it does."""
     if not run.settings.epochs:
         return run
-    samples = run.settings.epochs * len(data.train)  # pyright: ignore[reportArgumentType] (torch leaves __len__ out)
+    samples = run.settings.epochs * len(cast(Sized, data.train))  # torch leaves `__len__` out of Dataset
     steps = max(1, math.ceil(samples / run.settings.batch - 1e-6))
     return replace(run, settings=replace(run.settings, steps=steps))
 

@@ -27,6 +27,7 @@ def evaluate(job: Job, run: Run, data: DataSets, limit: int = 0) -> dict[str, fl
 
 
 def _held_out(job: Job, run: Run, data: DataSets, limit: int) -> dict[str, float]:
+    assert data.held_out is not None
     rank, size = job.world.index_over(job.data_axes), job.world.ranks_over(job.data_axes)
     micro = max(1, run.settings.batch // (size * run.settings.accumulate))
     parts = data.corpus.parts if data.corpus else {}

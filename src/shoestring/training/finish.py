@@ -209,7 +209,7 @@ def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None
     whole = _whole(job, origin)
     adapted = next((feature for feature in job.features if isinstance(feature, LoRA)), None)
     if whole is not None and job.world.first and (adapted is None or adapted.merge):
-        save_model(whole, data.corpus and data.corpus.tokenizer, folder, origin)
+        save_model(whole, data.corpus.tokenizer if data.corpus else None, folder, origin)
     if adapted is not None:
         beside = folder / adapter_folder.FOLDER
         save_adapters(job, adapted.name, beside, base_name(run.settings.model), adapted.dropout)

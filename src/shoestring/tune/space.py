@@ -86,7 +86,7 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
             raise ConfigError(f"{where}: choices must be strings, numbers, true or false")
         return Dimension(key, "choice", choices=tuple(listed), when=when)
     low, high = _range(kind, listed, where)
-    return Dimension(key, kind, low, high, when=when)  # pyright: ignore[reportArgumentType]
+    return Dimension(key, kind, low, high, when=when)
 
 
 def _range(kind: str, listed: object, where: str) -> tuple[float, float]:

@@ -85,10 +85,10 @@ def build(seed: int) -> Workload:
     opt_state = optimizer.init(params)
 
     @jax.jit
-    def update(params: Params, opt_state: Any, x: Array, y: Array) -> tuple[Params, Any, Array]:
+    def update(params: Params, opt_state: Any, x: Array, y: Array) -> tuple[Any, Any, Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss  # pyright: ignore[reportReturnType]
+        return optax.apply_updates(params, updates), opt_state, loss
 
     def train_step(batch: tuple[np.ndarray]) -> float:
         nonlocal params, opt_state

@@ -74,7 +74,7 @@ def dice_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 def build(seed: int) -> Workload:
     torch.manual_seed(seed)
-    model = UNet().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = UNet().to(memory_format=torch.channels_last)  # pyrefly: ignore[no-matching-overload]
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, weight_decay=1e-8, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
     pixels, masks = data.blobs(seed, 64, SIZE)

@@ -81,7 +81,7 @@ class ViT(nn.Module):
         cls_tokens = self.cls_token.repeat(x.shape[0], 1, 1)
         x = torch.cat((cls_tokens, x), dim=1)
         x = x + self.pos_embedding
-        for attn, ff in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+        for attn, ff in self.layers:  # pyrefly: ignore[not-iterable]
             x = attn(x) + x
             x = ff(x) + x
         return self.mlp_head(x[:, 0])

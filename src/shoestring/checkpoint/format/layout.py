@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoestring.core.errors import CheckpointError
+
+Offer = TypeVar("Offer")
 
 PRIVATE = "private"  # on one host only: to disk, and to another host's memory
 SHARE = "share"  # on several hosts, of which this rank writes it to disk
@@ -186,9 +189,9 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
 # -- from where to read -----------------------------------------------------------------------------------------------
 
 
-def sources(wanted: Box, offers: Iterable[tuple[Box, object]]) -> list[tuple[Box, object]] | None:
+def sources(wanted: Box, offers: Iterable[tuple[Box, Offer]]) -> list[tuple[Box, Offer]] | None:
     """(box, offer) pairs that cover `wanted` without overlaps, earlier offers first; None where they do not."""
-    missing, covering = [wanted] if wanted.numel else [], []
+    missing, covering = [wanted] if wanted.numel else [], list[tuple[Box, Offer]]()
     for box, offer in offers:
         rest = []
         for part in missing:

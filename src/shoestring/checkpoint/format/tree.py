@@ -89,8 +89,8 @@ def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
     return lambda key: step(key) if isinstance(key, str) else mark + json.dumps(key)
 
 
-def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; `leaf` gives the tensor of a path.
+def decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
+    """The inverse of `encode`; `leaf` gives the tensor of a path, or what is to stand for it.
 
     Raises:
         CheckpointError: it is no such tree.
@@ -101,7 +101,7 @@ def decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
         raise CheckpointError(f"what is saved is no state, or damaged: {type(error).__name__}: {error}") from error
 
 
-def _decode(tree: Any, leaf: Callable[[str], Tensor]) -> Any:
+def _decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
     if isinstance(tree, list):
         return [_decode(each, leaf) for each in tree]
     if not isinstance(tree, dict):

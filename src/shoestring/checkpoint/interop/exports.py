@@ -72,7 +72,7 @@ class Stored:
         if covering is None:
             raise CheckpointError(f"`{self.name}` is incomplete", hint="the rest is on the disks of other hosts")
         empty = partial(torch.empty, self.shape, dtype=self.dtype)
-        return [(box, partial(read, box)) for box, read in covering] or [(self.whole, empty)]  # type: ignore[arg-type]
+        return [(box, partial(read, box)) for box, read in covering] or [(self.whole, empty)]
 
     def read(self) -> Tensor:
         """All of it: a view of the checkpoint's file where it is one piece there, else a copy.
@@ -110,12 +110,12 @@ class Saved:
             CheckpointError: there is none of this name.
         """
         if name in self.shared:
-            return decode(self.shared[name], self._stored)  # type: ignore[arg-type]
+            return decode(self.shared[name], self._stored)
         mine = self.own.get(0, {})
         if name not in mine:
             raise CheckpointError(f"{self.source} holds no `{name}`", hint=nearest(name, [*self.shared, *mine]))
         homes = self.homes.get(0, {})
-        return decode(mine[name], lambda path: self._stored(f"{homes.get(path, 0)}:{path}"))  # type: ignore[arg-type]
+        return decode(mine[name], lambda path: self._stored(f"{homes.get(path, 0)}:{path}"))
 
     def _stored(self, path: str) -> Stored:
         try:

@@ -147,7 +147,7 @@ class Reader:
         if covering is None or tensor not in self.kinds:
             raise CheckpointError(f"`{tensor}` is incomplete")
         reads = []
-        for part, (index, piece) in covering:  # pyright: ignore[reportGeneralTypeIssues]
+        for part, (index, piece) in covering:
             near = self.offers[index].host == self.host
             reads.append(Read(tensor, index, piece, part, self.world.rank if near else self._server(index)))
         return reads

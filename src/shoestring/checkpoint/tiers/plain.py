@@ -84,7 +84,7 @@ class Saver:
             if buffers := {key: state[key] for key in buffer_names(kept.state) if isinstance(state.get(key), Tensor)}:
                 own_part["buffers"][name] = buffers
         gathered = [unpack(one) for one in world.gather(pack(own_part))]
-        head = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
+        head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
         apart = [_other_than(gathered[0]["buffers"], part["buffers"]) for part in gathered]
         if any(apart):
             head["buffers"] = apart

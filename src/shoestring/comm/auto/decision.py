@@ -35,7 +35,8 @@ class Candidate:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> Candidate:
-        return cls(**{**table, "whole": tuple(table["whole"])})
+        values: dict[str, Any] = {**table, "whole": tuple(table["whole"])}
+        return cls(**values)
 
     def __str__(self) -> str:
         if not self.codec:

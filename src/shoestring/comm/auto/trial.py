@@ -59,7 +59,11 @@ class Trial:
             # All ranks take the first rank's order of arrival, as DDP does for its buckets.
             arrival = self.world.decide(lambda: sorted(self.order, key=lambda name: marks[name]))
             links = self._collectives()
-            mine = {"marks": marks, "coded": self._time_codecs(), "slowdown": self._slowdown(marks["end"], links)}
+            mine: dict[str, Any] = {
+                "marks": marks,
+                "coded": self._time_codecs(),
+                "slowdown": self._slowdown(marks["end"], links),
+            }
             mine["passes"] = [seconds["end"] for seconds in passes]
         self.job.trace.facts["local_seconds"] = marks["end"]
         everyone = self.world.gather(json.dumps(mine).encode())

@@ -112,6 +112,6 @@ def launch_split(terms: WeightedSum, threshold: Tensor, room: int) -> tuple[Tens
     count, poison = torch.zeros(1, dtype=torch.int32, device=g.device), g.new_empty(blocks)
     u = g if terms.u is None else terms.u
     inputs = (g, terms.e, u, threshold.view(1), len(terms), terms.scale, terms.momentum, room)
-    outputs, kernel = (indices, values, count, poison), split[(blocks,)]  # pyright: ignore[reportIndexIssue]
+    outputs, kernel = (indices, values, count, poison), split[(blocks,)]
     kernel(*inputs, *outputs, MOMENTUM=terms.u is not None, BLOCK=BLOCK)
     return outputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 
 @triton.jit

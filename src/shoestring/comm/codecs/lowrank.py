@@ -41,8 +41,14 @@ class Matrix:
     Qt: Tensor | None  # (r, m)
 
     @property
+    def left(self) -> Tensor:
+        """P, of a matrix without Qt."""
+        assert self.P is not None
+        return self.P
+
+    @property
     def by_kernel(self) -> bool:
-        thin = (len(self.Qt) if self.P is None else self.P.shape[1]) <= MOST  # pyright: ignore[reportArgumentType]
+        thin = (self.left.shape[1] if self.Qt is None else len(self.Qt)) <= MOST
         whole = self.grad.is_contiguous() and self.residual.is_contiguous()
         return thin and whole and fused.is_available(self.grad.device)
 
@@ -53,12 +59,12 @@ def multiply(matrices: Sequence[Matrix]) -> list[Tensor]:
     products = []
     for matrix in matrices:
         if matrix.by_kernel:
-            products.append(_right(matrix, matrix.Qt) if matrix.Qt is not None else _left(matrix, matrix.P))  # pyright: ignore
+            products.append(_right(matrix, matrix.Qt) if matrix.Qt is not None else _left(matrix, matrix.left))
             continue
         if scratch is None:
             scratch = matrix.residual.new_empty(max(other.residual.numel() for other in matrices))
         M = torch.add(matrix.grad, matrix.residual, out=scratch[: matrix.grad.numel()].view(matrix.grad.shape))
-        products.append(M @ matrix.Qt.t() if matrix.Qt is not None else matrix.P.t() @ M)  # pyright: ignore
+        products.append(M @ matrix.Qt.t() if matrix.Qt is not None else matrix.left.t() @ M)
     return products
 
 
@@ -109,7 +115,7 @@ def _right(matrix: Matrix, Qt: Tensor) -> Tensor:
     blocks, steps, splits = _split(n, at.BN, m, at.BM)
     out = matrix.residual.new_empty(splits, n, r)
     inputs = (matrix.grad, matrix.residual, Qt.contiguous(), out, n, m, r)
-    lowrank_kernel.right[blocks, splits](*inputs, STEPS=steps, R=R, **vars(at))  # pyright: ignore[reportIndexIssue]
+    lowrank_kernel.right[blocks, splits](*inputs, STEPS=steps, R=R, **vars(at))
     return out.sum(0) if splits > 1 else out[0]
 
 
@@ -120,7 +126,7 @@ def _left(matrix: Matrix, P: Tensor) -> Tensor:
     blocks, steps, splits = _split(m, LEFT.BM, n, LEFT.BN)
     out = matrix.residual.new_empty(splits, r, m)
     inputs = (matrix.grad, matrix.residual, P.contiguous(), out, n, m, r)
-    lowrank_kernel.left[blocks, splits](*inputs, STEPS=steps, R=R, **vars(LEFT))  # pyright: ignore[reportIndexIssue]
+    lowrank_kernel.left[blocks, splits](*inputs, STEPS=steps, R=R, **vars(LEFT))
     return out.sum(0) if splits > 1 else out[0]
 
 
@@ -130,7 +136,7 @@ def _outer(grad: Tensor, residual: Tensor, P: Tensor, Qt: Tensor, *, leaving: bo
     (n, m), r, R = grad.shape, len(Qt), max(_SMALLEST, _power(len(Qt)))
     blocks = -(-n // OUTER.BN) * -(-m // OUTER.BM)
     inputs = (grad, residual, P.contiguous(), Qt.contiguous(), n, m, r)
-    lowrank_kernel.outer[blocks,](*inputs, LEAVE=leaving, R=R, **vars(OUTER))  # pyright: ignore[reportIndexIssue]
+    lowrank_kernel.outer[blocks,](*inputs, LEAVE=leaving, R=R, **vars(OUTER))
 
 
 def _split(kept: int, block: int, summed: int, step: int) -> tuple[int, int, int]:

@@ -6,8 +6,8 @@ tl.dot accepts, where it is used. Products are in fp32, not in tf32.
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 
 @triton.jit

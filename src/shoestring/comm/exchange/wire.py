@@ -181,9 +181,8 @@ class Wire:
             for index, tensor in asked:
                 shape = tensor.shape if kind is AllGather else tensor.shape[1:]
                 length = shape.numel() * tensor.element_size()
-                answers[index] = theirs[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
-                if not shape:
-                    answers[index] = answers[index][:, 0]  # pyright: ignore[reportOptionalSubscript]
+                answer = theirs[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
+                answers[index] = answer if shape else answer[:, 0]
                 start += length + -length % ALIGNMENT
             if self.group is None:
                 theirs.copy_(mine)

@@ -36,7 +36,7 @@ class _Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.owner.connections += 1
         # The kernel ends a connection whose other side takes nothing in, also one that is closed on this side.

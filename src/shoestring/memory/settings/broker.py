@@ -13,7 +13,6 @@ from shoestring.core.feature import Feature, Seam
 if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.world import World
-    from shoestring.memory.broker.tenant import BrokeredMemory
 
 _LONGEST_WAIT = 30.0
 
@@ -77,7 +76,10 @@ class Broker(Feature):
             raise ConfigError(f"`{self.name}.folder`: there is no folder `{self.folder}`", hint=hint)
 
     def apply(self, job: Job, seam: Seam) -> None:
-        memory: BrokeredMemory = job.world.memory  # pyright: ignore[reportAssignmentType]  # see `arrange`
+        from shoestring.memory.broker.tenant import BrokeredMemory
+
+        memory = job.world.memory
+        assert isinstance(memory, BrokeredMemory)  # see `arrange`
         memory.join()
         job.exits.callback(memory.leave)
 

@@ -103,7 +103,7 @@ class Divided:
         job.shard(over=over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
         job.exits.callback(self.weights.wait)
         for part in self.gradients.parts.values():
-            hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))  # pyright: ignore
+            hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))
             job.exits.callback(hook.remove)
         before: Any = torch.compiler.disable(self._before_forward)
         job.exits.callback(job.module.register_forward_pre_hook(before).remove)

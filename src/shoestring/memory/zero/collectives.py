@@ -123,5 +123,5 @@ def _after(work: dist.Work | None, result: Callable[P, Tensor], *held: Tensor) -
         work.wait()
         return result(*args, **kwargs)
 
-    wait.held = held  # pyright: ignore[reportFunctionMemberAccess]
+    wait.__dict__["held"] = held
     return wait

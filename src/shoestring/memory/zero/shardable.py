@@ -53,7 +53,7 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
     for gradient in gradients:
         matrix.grad = gradient
         step_without_hooks(alike)
-    return matrix.detach()[rows] if on is None else matrix.to_local().detach()  # pyright: ignore[reportAttributeAccessIssue]
+    return matrix.to_local().detach() if isinstance(matrix, DTensor) else matrix.detach()[rows]
 
 
 def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:

@@ -105,11 +105,11 @@ def _taken_out(text: Text, function: object) -> set[str]:
     for _ in range(3):
         for statement in text.statements:
             if text.function(statement) is function and hasattr(statement, "targets"):
-                value = statement.value  # pyright: ignore[reportAttributeAccessIssue]
+                value = statement.value
                 if value is not None and ("tolist" in called(value) or names_read(value) & found):
                     found |= {name for target in getattr(statement, "targets", ()) for name in _written(target)}
     return found
 
 
 def _written(target: object) -> set[str]:
-    return {target.id} if hasattr(target, "id") else set()  # pyright: ignore[reportAttributeAccessIssue]
+    return {target.id} if hasattr(target, "id") else set()

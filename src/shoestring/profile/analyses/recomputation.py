@@ -302,7 +302,7 @@ def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line],
 
 def _calls(statement: ast.stmt) -> dict[str, ast.expr]:
     """Calls in a statement that are all of its time, presumably: the largest that are given something."""
-    found = {}
+    found: dict[str, ast.expr] = {}
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and (node.args or node.keywords) and not called(node) <= _SIZES:
             found[ast.dump(node)] = node

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class RunSetup:
     ranks: int = 2
     local: int = 1
     """Ranks of a host."""
-    peers: str = "copy"
+    peers: Literal["copy", "parity", "off"] = "copy"
     shared: bool = True
     """Whether the hosts have one disk."""
     peers_every: int = 2
@@ -129,7 +129,7 @@ class Trainee:
         settings = Tiered(
             memory_every=1, peers_every=setting.peers_every, disk_every=setting.disk_every,
             folder=str(setting.disk(host)), memory=str(setting.memory(host)),
-            peers=setting.peers,  # pyright: ignore[reportArgumentType]
+            peers=setting.peers,
         )  # fmt: skip
         checkpointer = Checkpointer(
             kept, progress, world, settings, slots_folder(settings, world), set, files or Files()

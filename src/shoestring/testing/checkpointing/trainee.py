@@ -160,7 +160,7 @@ def train(task: FaultyRun, rank: int, meet: Callable[..., None]) -> None:
     meet(rank=rank)
     mine = rank == task.victim
     killer = Killer(task.point if mine else "", task.count)
-    attached.Checkpointer = partial(Checkpointer, files=killer)  # pyright: ignore[reportPrivateImportUsage]
+    attached.Checkpointer = partial(Checkpointer, files=killer)  # pyrefly: ignore[bad-assignment]
     trace = KillingTrace(rank=rank)
     trace.killer = killer
     with trace, job_of(task, trace) as job:
