@@ -20,6 +20,7 @@ from shoestring.naming import resolve
 from shoestring.planning.system import free_memory
 from shoestring.report.figures import size
 from shoestring.run import Run
+from shoestring.training.budget import within_budget
 from shoestring.training.data_loading import model_arguments
 
 log = logging.getLogger("shoestring")
@@ -34,7 +35,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     """
     # Ranks as on one host; no process group is needed to check.
     world = arrange_mesh(World(size=workers, local_size=workers), run.features)
-    completed = run.completed(world)
+    run = completed = within_budget(run.completed(world), world)
     yield completed.dump()
     told = model_arguments(run)
     with torch.device("meta"):

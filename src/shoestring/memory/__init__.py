@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoestring.memory.settings.broker import Broker
+from shoestring.memory.settings.budget import Budget
 from shoestring.memory.settings.chunked_loss import ChunkedLoss
 from shoestring.memory.settings.lora import LoRA
 from shoestring.memory.settings.offload import Offload
@@ -18,7 +19,19 @@ from shoestring.memory.settings.zero import Zero
 if TYPE_CHECKING:
     from shoestring.memory.tracing.recording import MemoryProfile
 
-__all__ = ["Broker", "ChunkedLoss", "LoRA", "Offload", "Recompute", "TracedMemory", "Tracing", "Zero", "load", "traced"]
+__all__ = [
+    "Broker",
+    "Budget",
+    "ChunkedLoss",
+    "LoRA",
+    "Offload",
+    "Recompute",
+    "TracedMemory",
+    "Tracing",
+    "Zero",
+    "load",
+    "traced",
+]
 
 
 class TracedMemory:

@@ -173,19 +173,24 @@ class Prediction:
 
 
 def predict_step(
-    job: Job, batches: Sequence[Batch], *, device: str, buckets: bool = False, unseen: Sequence[str] = ()
+    job: Job,
+    batches: Sequence[Batch],
+    *,
+    live: LiveTensors,
+    buckets: bool = False,
+    unseen: Sequence[str] = (),
 ) -> Prediction:
     """Predict the peak of an optimizer step of a job whose tensors are fake.
 
     Args:
         batches: micro-batches of fake tensors.
-        device: the type of the device, "cpu" or "cuda".
+        live: follows the tensors of the step.
         buckets: gradients are copied to memory that is there all the time, at once if there is one micro-batch (DDP).
 
     Raises:
         Exception: whatever an operator raises that has no fake version.
     """
-    live, optimizer = LiveTensors(ROUNDING.get(device, 1)), job.built_optimizer
+    optimizer = job.built_optimizer
     trained = [each for each in job.trained.values() if isinstance(each, Tensor)]
     for tensor in (*job.module.parameters(), *job.module.buffers(), *trained, *_tensors(batches)):
         live.add(tensor)
@@ -312,7 +317,7 @@ class BeforeSteps(Feature):
         self.inner.apply(job, seam)
 
 
-_NO_MEMORY = ("memory.tracing", "memory.broker", "graph.compile")
+_NO_MEMORY = ("memory.budget", "memory.tracing", "memory.broker", "graph.compile")
 _PREDICTED = ("memory", "precision", "optim", "parallel", "sparse")
 
 
@@ -324,6 +329,7 @@ def predict(
     *,
     ranks: int,
     accumulate: int = 1,
+    live: LiveTensors | None = None,
 ) -> Prediction:
     """Predict the peak of an optimizer step of a run, on each of its ranks.
 
@@ -331,6 +337,7 @@ def predict(
         model: on the meta device; it takes tokens.
         features: as they are resolved.
         shape: (samples of a micro-batch, tokens of each).
+        live: follows the tensors of the step, to know more of them.
 
     Raises:
         Exception: whatever a feature or operator raises that cannot work without numbers.
@@ -355,7 +362,8 @@ def predict(
         job = stack.enter_context(compose(Job(_filled(model, device), loss=loss, world=world), applied))
         tokens = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2 * min(accumulate, 2))]
         batches = [{"inputs": one, "targets": other} for one, other in zip(tokens[::2], tokens[1::2], strict=True)]
-        return predict_step(job, batches, device=device, buckets=replicated, unseen=unseen)
+        live = live or LiveTensors(ROUNDING.get(device, 1))
+        return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
 
 
 def _filled(model: nn.Module, device: str) -> nn.Module:

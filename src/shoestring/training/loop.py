@@ -21,6 +21,7 @@ from shoestring.report.recorder import Recorder
 from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run
 from shoestring.training import finish, run_folder
+from shoestring.training.budget import within_budget
 from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import open_data, to_device, with_steps
 from shoestring.training.evaluation import Evaluations
@@ -54,7 +55,7 @@ def train(
     Raises:
         ShoestringError: on all ranks, for whatever the user can mend; what was saved before is intact.
     """
-    run = run.completed(world)
+    run = within_budget(run.completed(world), world)
     with ExitStack() as stack:
         path = Path(world.decide(lambda: str(run_folder.claim(run, stack))))
         # Each host may have a disk of its own.
