@@ -12,16 +12,16 @@ from shoestring.cli import main
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.memory import Budget, Recompute
-from shoestring.memory.step_cost import Call, CostedTensors, Rates, levels
+from shoestring.memory.step_cost import BlockCall, CostedTensors, DeviceRates, levels
 from shoestring.models.gpt import tiny
 from shoestring.run import load, parse
 from shoestring.testing.suite import FeatureSuite
-from shoestring.training.budget import GIB, Search
+from shoestring.training.budget import GIB, BudgetSearch
 from tests.memory.observed import needs_compiler
 from tests.memory.predicted_ranks import batches
 from tests.small_runs import write_run_file, write_texts
 
-RATES = Rates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6)
+RATES = DeviceRates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def search(run_file):
     """What a run may be changed to; peaks are predicted once for all tests."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shoestring.training.budget.measure_rates", lambda _: RATES)
-        return Search(load(str(run_file)).completed(World()), World())
+        return BudgetSearch(load(str(run_file)).completed(World()), World())
 
 
 def chosen(search, gib, **settings):
@@ -100,7 +100,7 @@ def test_state_is_rounded_only_where_nothing_else_fits(search):
 @pytest.mark.slow
 def test_ranks_divide_the_state(run_file):
     world = World(size=2, local_size=2)
-    search = Search(load(str(run_file)).completed(world), world)
+    search = BudgetSearch(load(str(run_file)).completed(world), world)
     without = chosen(search, 1.0)[1].without_gib
     fitted, budget = chosen(search, 0.97 * without, allow=("zero",))
     assert any(isinstance(each, memory.Zero) for each in fitted.features), budget.chosen
@@ -135,7 +135,7 @@ def test_a_script_is_told_what_to_do():
 def test_levels_are_the_best_at_their_bytes():
     """Against every subset, for calls that are not of one kind."""
     calls = [
-        Call(f"op:{n}", seconds, nbytes)
+        BlockCall(f"op:{n}", seconds, nbytes)
         for n, (seconds, nbytes) in enumerate([(5.0, 100), (1.0, 80), (4.0, 300), (0.01, 1), (2.0, 0), (3.0, 30)])
     ]
     whole = sum(call.seconds for call in calls)

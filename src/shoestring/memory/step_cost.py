@@ -43,7 +43,7 @@ _SLOW = frozenset(
 """Operators that take several times as long as copying what they read and write, at least on a CPU."""
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """How fast a device is, roughly."""
 
     flops: float
@@ -56,7 +56,7 @@ class Rates(NamedTuple):
     """Seconds of an operator that does nothing."""
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """A call of an operator in the forward pass of a block."""
 
     name: str
@@ -77,10 +77,10 @@ class CostedTensors(LiveTensors):
         seconds: of all operators of the step. operators: number of them.
     """
 
-    def __init__(self, rates: Rates, block: str, rounding: int = 1) -> None:
+    def __init__(self, rates: DeviceRates, block: str, rounding: int = 1) -> None:
         super().__init__(rounding)
         self.rates, self.block = rates, block
-        self.calls: list[Call] = []
+        self.calls: list[BlockCall] = []
         self.needed = 0
         self.seconds = 0.0
         self.operators = 0
@@ -122,7 +122,7 @@ class CostedTensors(LiveTensors):
                 maker = self._makers[key]
                 self.calls[maker] = self.calls[maker]._replace(nbytes=0)
         self._makers |= dict.fromkeys(own, len(self.calls))
-        self.calls.append(Call(call_name(func, self._counts[name]), seconds, sum(own.values())))
+        self.calls.append(BlockCall(call_name(func, self._counts[name]), seconds, sum(own.values())))
 
 
 def _storages(tensors: Any) -> dict[int, int]:
@@ -131,7 +131,7 @@ def _storages(tensors: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in held}
 
 
-def _seconds(rates: Rates, func: Any, args: Any, kwargs: Any, returned: Any) -> float:
+def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: Any) -> float:
     packet = func.overloadpacket
     name = packet.__name__
     moved = sum(each.nbytes for each in tree_leaves((args, kwargs, returned)) if isinstance(each, Tensor))
@@ -145,11 +145,11 @@ def _seconds(rates: Rates, func: Any, args: Any, kwargs: Any, returned: Any) -> 
     return taken
 
 
-def measure_rates(device: str) -> Rates:
+def measure_rates(device: str) -> DeviceRates:
     """Of this machine; takes a tenth of a second."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
     tiny, out = torch.rand(1, device=device), torch.empty_like(flat)
-    return Rates(
+    return DeviceRates(
         2 * 1024**3 / _least(lambda: x @ x),
         2 * flat.nbytes / _least(lambda: torch.add(flat, 1, out=out)),
         2 * flat.nbytes / _least(lambda: torch.tanh(flat, out=out)),
@@ -173,7 +173,7 @@ LEAST = 0.02
 """Part of a block's time below which a call is not held."""
 
 
-class Level(NamedTuple):
+class RecomputeLevel(NamedTuple):
     """A way to recompute a block: what is held, and what that changes."""
 
     keep: tuple[str, ...]
@@ -183,7 +183,7 @@ class Level(NamedTuple):
     """To run the rest again."""
 
 
-def levels(calls: Sequence[Call], most: int = 6) -> list[Level]:
+def levels(calls: Sequence[BlockCall], most: int = 6) -> list[RecomputeLevel]:
     """Ways to recompute a block, from nothing held to the most that is worth it.
 
     Holding the calls with the most seconds a byte first is the best choice at each of the sums of bytes that it passes
@@ -192,10 +192,10 @@ def levels(calls: Sequence[Call], most: int = 6) -> list[Level]:
     whole = sum(call.seconds for call in calls)
     long = (call for call in calls if call.nbytes and call.seconds >= LEAST * whole)
     worth = sorted(long, key=lambda call: call.nbytes / call.seconds)
-    found = [Level((), 0, whole)]
+    found = [RecomputeLevel((), 0, whole)]
     for call in worth:
         last = found[-1]
-        found.append(Level((*last.keep, call.name), last.nbytes + call.nbytes, last.seconds - call.seconds))
+        found.append(RecomputeLevel((*last.keep, call.name), last.nbytes + call.nbytes, last.seconds - call.seconds))
     apart = [found[0]]
     for level in found[1:]:
         if apart[-1].seconds - level.seconds >= whole / most:

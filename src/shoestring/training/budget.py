@@ -29,7 +29,7 @@ from shoestring.core.world import World
 from shoestring.memory import Budget, Offload, Recompute, Zero
 from shoestring.memory.predicted import predict
 from shoestring.memory.settings.budget import Knob
-from shoestring.memory.step_cost import CostedTensors, Level, levels, measure_rates
+from shoestring.memory.step_cost import CostedTensors, RecomputeLevel, levels, measure_rates
 from shoestring.models.blocks import repeated
 from shoestring.models.loading import build_model
 from shoestring.naming import resolve
@@ -48,7 +48,7 @@ EIGHT_BITS = 8.0
 """Times as long as AdamW's as a step with its state in 8 bits takes."""
 
 
-NOT_AT_ALL = Level((), 0, 0.0)
+NOT_AT_ALL = RecomputeLevel((), 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryChoice:
     """A combination of all that may be chosen."""
 
     way: Way
     accumulate: int
     blocks: int = 0
-    level: Level = NOT_AT_ALL
+    level: RecomputeLevel = NOT_AT_ALL
     added: float = 0.0
     """Seconds that a step takes longer than with what the run file says, predicted."""
     roughly: float = 0.0
@@ -97,7 +97,7 @@ def within_budget(run: Run, world: World) -> Run:
     if budget is None or budget.chosen:
         return run
     if not dist.is_initialized():
-        return Search(run, world).within(budget)
+        return BudgetSearch(run, world).within(budget)
     return replace(run, **_parts(world.decide(lambda: _elsewhere(run, world))))
 
 
@@ -118,7 +118,7 @@ def _parts(text: str) -> dict[str, Any]:
     return {"settings": chosen.settings, "features": chosen.features}
 
 
-class Search:
+class BudgetSearch:
     """All that a completed run may be changed to, and the peaks of that; in a process without ranks.
 
     Raises:
@@ -149,7 +149,7 @@ class Search:
         """
         if budget.gib <= 0:
             raise ConfigError(f"`{budget.name}.gib` must be positive, got {budget.gib}")
-        room, least = budget.gib * GIB, Choice(Way((), ""), 1, roughly=float("inf"))
+        room, least = budget.gib * GIB, MemoryChoice(Way((), ""), 1, roughly=float("inf"))
         for rounding in (False, True):
             for choice in self.choices(budget.allow, rounding):
                 least = min(least, choice, key=lambda choice: choice.roughly)
@@ -222,7 +222,7 @@ class Search:
             elif "8bit" in allow and rounded != way.features:
                 yield Way(rounded, ", ".join(filter(None, (way.said, "optim.adamw8bit"))))
 
-    def choices(self, allow: Container[Knob], rounding: bool) -> list[Choice]:
+    def choices(self, allow: Container[Knob], rounding: bool) -> list[MemoryChoice]:
         """Combinations from the one that adds the least time to a step: with state as it is, or in 8 bits."""
         start = self.run.settings.accumulate
         counts = [n for n in range(start, self.samples + 1) if self.samples % n == 0]
@@ -233,7 +233,7 @@ class Search:
         found = list(chain.from_iterable(self._of(way, counts, ways) for way in self.ways(allow, rounding)))
         return sorted(found, key=lambda choice: (round(choice.added, 4), choice.blocks, choice.accumulate))
 
-    def _of(self, way: Way, counts: Sequence[int], levels: Sequence[Level]) -> Iterator[Choice]:
+    def _of(self, way: Way, counts: Sequence[int], levels: Sequence[RecomputeLevel]) -> Iterator[MemoryChoice]:
         start = self.run.settings.accumulate
         held = self._line(way.features, counts)
         recomputed = self._line((*way.features, Recompute()), counts) if levels else held
@@ -242,13 +242,13 @@ class Search:
         for accumulate in counts:
             added = state + (accumulate - start) * pass_again
             share = start / accumulate  # of the samples of the micro-batch whose cost is known
-            yield Choice(way, accumulate, added=added, roughly=held(accumulate))
+            yield MemoryChoice(way, accumulate, added=added, roughly=held(accumulate))
             for level in levels:
                 for blocks in range(1, self.blocks + 1):
                     part = blocks / self.blocks
                     peak = held(accumulate) * (1 - part) + recomputed(accumulate) * part + blocks * level.nbytes * share
                     again = blocks * level.seconds * share * accumulate
-                    yield Choice(way, accumulate, blocks, level, added + again, peak)
+                    yield MemoryChoice(way, accumulate, blocks, level, added + again, peak)
 
     def _line(self, features: tuple[Feature, ...], counts: Sequence[int]) -> Any:
         """Bytes by the number of micro-batches, from those of one sample and of two where there may be several."""
@@ -272,7 +272,7 @@ class Search:
             seconds += 2 * self.weights / LINK
         return seconds
 
-    def _with(self, choice: Choice, budget: Budget, peak: float) -> Run:
+    def _with(self, choice: MemoryChoice, budget: Budget, peak: float) -> Run:
         """The run with a choice."""
         without = self.peak(self.others, self.run.settings.accumulate)
         settled = replace(
