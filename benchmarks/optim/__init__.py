@@ -2,6 +2,7 @@
 
 python -m benchmarks.optim [--strict] [--only optim.PREFIX] [--list] [--budget MINUTES] [--runs FOLDER]
 
-Each run on images is stored as one JSON file in `results/runs` and never made twice: delete the file to make it again.
+Each run on images and on text is stored as one JSON file in `results/runs` and never made twice: delete the file to
+make it again.
 `python -m benchmarks.optim.pictures` makes the table and the picture of `docs/guides/large-batches.md` from them.
 """

@@ -8,7 +8,7 @@ from functools import cache
 
 from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.optim import cache as samples
-from benchmarks.optim import images, layerwise
+from benchmarks.optim import images, layerwise, text
 
 
 def command(argv: Sequence[str]) -> int:
@@ -20,8 +20,12 @@ def command(argv: Sequence[str]) -> int:
     def contest() -> images.Contest:
         return images.Contest(known.runs / "images", deadline.check)
 
+    @cache
+    def texts() -> text.Contest:
+        return text.Contest(known.runs / "text", deadline.check)
+
     def rows() -> list[Bar]:
-        return [*layerwise.rows(), *samples.rows(), *images.rows(contest)]
+        return [*layerwise.rows(), *samples.rows(), *images.rows(contest), *text.rows(texts)]
 
     return main("optim", rows, rest)
 
