@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Deadline, main, resumable
-from benchmarks.memory import broker, lora, offload, prediction, tracing, zero
+from benchmarks.memory import broker, budget, lora, offload, prediction, tracing, zero
 
 
 def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = resumable("memory", lora.RUNS).parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
-    ours = (tracing.rows, prediction.rows, zero.rows, offload.rows, broker.rows)
+    ours = (tracing.rows, prediction.rows, budget.rows, zero.rows, offload.rows, broker.rows)
     parts = (*ours, lambda: lora.rows(known.runs, deadline))
     return main("memory", lambda: [bar for rows in parts for bar in rows()], rest)
 

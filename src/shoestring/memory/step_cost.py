@@ -53,7 +53,7 @@ class DeviceRates(NamedTuple):
     slow: float
     """The same of those in `_SLOW`."""
     launch: float
-    """Seconds of an operator that does nothing."""
+    """Seconds of an operator of a step that does nothing, with what Python and autograd do around it."""
 
 
 class BlockCall(NamedTuple):
@@ -145,6 +145,10 @@ def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: An
     return taken
 
 
+AROUND = 5.0
+"""Times as long as alone as an operator takes in a step, where it does nothing: of a GPT on a CPU."""
+
+
 def measure_rates(device: str) -> DeviceRates:
     """Of this machine; takes a tenth of a second."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
@@ -153,7 +157,7 @@ def measure_rates(device: str) -> DeviceRates:
         2 * 1024**3 / _least(lambda: x @ x),
         2 * flat.nbytes / _least(lambda: torch.add(flat, 1, out=out)),
         2 * flat.nbytes / _least(lambda: torch.tanh(flat, out=out)),
-        _least(lambda: tiny + 1, calls=100),
+        AROUND * _least(lambda: tiny + 1, calls=100),
     )
 
 
