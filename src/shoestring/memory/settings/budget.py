@@ -22,10 +22,10 @@ class Budget(Feature):
     gib: float
     """Peak of a rank in GiB that is not to be exceeded, as torch's allocator counts it."""
     allow: tuple[Knob, ...] = ("accumulate", "recompute", "zero", "fsdp", "offload", "8bit")
-    """What may be chosen: smaller micro-batches, selective recomputation, [memory.zero], [parallel.fsdp],
+    """Techniques that may be chosen: smaller micro-batches, selective recomputation, [memory.zero], [parallel.fsdp],
     [memory.offload], and [optim.adamw8bit], which rounds optimizer state and is taken where nothing else fits."""
     chosen: str = ""
-    """What was chosen; filled in when the choice is made, and not chosen again."""
+    """Techniques that were chosen, in words; filled in when the choice is made, which is not made again."""
     predicted_gib: float = 0.0
     """Predicted peak in GiB with the choice; filled in."""
     without_gib: float = 0.0
