@@ -38,7 +38,8 @@ class Settings:
     The table [model] holds its arguments."""
     data: str | tuple[str, ...] = "python-stdlib"
     """Source of the data: `python-stdlib`, paths or globs of .txt, .jsonl and .parquet files, a .tokens file,
-    `hf:NAME`, or `package.module:callable`. A list of sources is mixed in the proportion of `data.weights`."""
+    `hf:NAME`, a folder with MNIST's files, or `package.module:callable`. A list of sources is mixed in the proportion
+    of `data.weights`."""
     loss: str = ""
     """Loss of your own: `package.module:callable` from (output, batch) to (sum, count); defaults to the
     cross-entropy of the next token."""

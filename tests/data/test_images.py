@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoestring.core.errors import DataError
-from shoestring.data.images import Images, read_idx, read_mnist
+from shoestring.data.images import Images, is_mnist, mnist, read_idx, read_mnist
 from shoestring.data.loader import Loader
 
 
@@ -80,3 +80,22 @@ def test_images_without_their_labels_are_refused(folder):
     (folder[0] / "train-labels-idx1-ubyte").write_bytes(idx(torch.zeros(19, dtype=torch.uint8)))
     with pytest.raises(DataError, match="images and labels"):
         read_mnist(folder[0], "train")
+
+
+def test_a_folder_of_images_is_told_from_other_sources_and_its_broken_file_is_named(folder):
+    path = folder[0]
+    assert is_mnist(str(path))
+    assert not any(map(is_mnist, ("python-stdlib", str(path / "nowhere"), "package.module:callable", "hf:name")))
+    for name in ("images-idx3-ubyte.gz", "labels-idx1-ubyte"):
+        (path / f"t10k-{name}").write_bytes((path / f"train-{name}").read_bytes())
+    train, test = mnist(path)
+    assert torch.equal(train.images, test.images)
+    broken = path / "t10k-images-idx3-ubyte.gz"
+    raw = bytearray(broken.read_bytes())
+    raw[len(raw) // 2] ^= 255
+    broken.write_bytes(raw)
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz` cannot be read"):
+        mnist(path)
+    broken.unlink()
+    with pytest.raises(DataError, match=r"no `.*t10k-images-idx3-ubyte"):
+        mnist(path)

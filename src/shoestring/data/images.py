@@ -93,9 +93,26 @@ def read_mnist(folder: Path, part: str) -> Images:
             raise DataError(f"there is no `{folder / name}.gz`", hint=hint)
         found.append(read_idx(paths[0]))
     images, labels = found
-    return Images(images[:, None], labels)
+    try:
+        return Images(images[:, None], labels)
+    except (DataError, IndexError) as error:
+        raise DataError(f"`{folder}`: the {part} files do not fit each other: {error}") from error
+
+
+def is_mnist(source: str) -> bool:
+    """Whether it is a folder with one of MNIST's files."""
+    return any(Path(source).glob("*-idx?-ubyte*")) if ":" not in source else False
+
+
+def mnist(folder: Path) -> tuple[Images, Images]:
+    """Training and test images of a folder with MNIST's four files.
+
+    Raises:
+        DataError: one is missing or broken, or images and labels do not fit.
+    """
+    return read_mnist(folder, "train"), read_mnist(folder, "t10k")
 
 
 def fashion_mnist() -> tuple[Images, Images]:
     """Fashion-MNIST (Xiao et al., 2017): training and test images; for `run.data`."""
-    return read_mnist(FASHION_MNIST, "train"), read_mnist(FASHION_MNIST, "t10k")
+    return mnist(FASHION_MNIST)

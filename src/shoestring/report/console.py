@@ -21,6 +21,7 @@ _FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("held_out_bits_per_byte", lambda value: f"held-out bpb {value:.3f}"),
     ("lr", lambda value: f"lr {figures.rate(value)}"),
     ("tokens_per_second", lambda value: f"{figures.count(value)} tok/s"),
+    ("samples_per_second", lambda value: f"{figures.count(value)} samples/s"),
     ("mfu", lambda value: f"mfu {figures.percent(value)}"),
     ("memory_gib", lambda value: f"{value:.2f} GiB"),
     ("data_wait", lambda value: f"data {figures.percent(value)}"),

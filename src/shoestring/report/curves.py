@@ -20,6 +20,7 @@ _MAIN = {
 _UNITS = {"mb": "MB", "kb": "kB", "gib": "GiB", "s": "seconds", "seconds": "seconds"}
 _KNOWN = {  # metric: title, unit, format
     "tokens_per_second": ("Speed", "tokens per second", "count"),
+    "samples_per_second": ("Speed", "samples per second", "count"),
     "memory_gib": ("Memory", "GiB", "plain"),
     "lr": ("Learning rate", "", "plain"),
     "grad_norm": ("Gradient norm", "", "plain"),

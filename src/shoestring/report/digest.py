@@ -65,6 +65,7 @@ def results(run: RunFolder) -> dict[str, float]:
         "held-out loss (nats per token)": _last(run, "held_out_loss"),
         "training loss (nats per token)": _last(run, "loss"),
         "tokens per second (median)": _reduce(run, "tokens_per_second", median),
+        "samples per second (median)": _reduce(run, "samples_per_second", median),
         "share of time waiting for data (median)": _reduce(run, "data_wait", median),
         "MFU (median)": _reduce(run, "mfu", median),
         "memory at peak (GiB)": _peak_memory(run),

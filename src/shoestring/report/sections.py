@@ -149,10 +149,11 @@ def facts(run: RunFolder) -> Markup:
     steps = f"{digest.last_step(run):,}" + (f" of {total:,}" if total else "")
     shown = {
         "Steps": steps,
-        "Tokens": _optional(found.get("tokens"), figures.count),
+        _targets(run): _optional(found.get("tokens"), figures.count),
         "Time": _optional(found.get("time"), figures.duration),
         "Parameters": _optional(found.get("parameters"), figures.count),
         "Tokens per second": _optional(found.get("tokens per second (median)"), figures.count),
+        "Samples per second": _optional(found.get("samples per second (median)"), figures.count),
         "MFU": _optional(found.get("MFU (median)"), figures.percent),
         "Memory at peak": _optional(found.get("memory at peak (GiB)"), lambda gib: f"{gib:.3g} GiB"),
         "Waiting for data": _optional(found.get("share of time waiting for data (median)"), figures.percent),
@@ -270,11 +271,16 @@ def features(run: RunFolder) -> Markup:
     )
 
 
+def _targets(run: RunFolder) -> str:
+    """What a loss has one of for each prediction."""
+    return "Samples" if "samples_per_second" in run.columns else "Tokens"
+
+
 def ranks(run: RunFolder) -> Markup:
     """The table of ranks: host, device, data type, threads, speed and memory of each."""
     keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
-    head = ["Rank", "Host", "Device", "Data type", "Threads", "Tokens per second", "Memory, GiB"]
+    head = ["Rank", "Host", "Device", "Data type", "Threads", f"{_targets(run)} per second", "Memory, GiB"]
     return _section("Ranks", grid("One row per process", head, rows, figures=4)) if rows else Markup()
 
 

@@ -19,6 +19,7 @@ from shoestring.core.world import World
 from shoestring.data import BYTES, Data
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
+from shoestring.data.images import is_mnist, mnist
 from shoestring.data.sources import open_source
 from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
@@ -85,7 +86,8 @@ def model_arguments(run: Run) -> dict[str, Any]:
         ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot.
     """
     if is_own(run):
-        resolve(run.sources[0], "run.data")
+        if not is_mnist(run.sources[0]):
+            resolve(run.sources[0], "run.data")
         return {}
     tokenizer, vocabulary = tokenizer_of(run), run.data.vocabulary
     if tokenizer == "bytes":
@@ -121,12 +123,13 @@ def sample_bytes(sample: Any) -> int:
 
 
 def is_own(run: Run) -> bool:
-    """Whether `run.data` names a data set of the user's own, `package.module:callable`.
+    """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder of images.
 
     Raises:
         ConfigError: a mixture lists one, or lists nothing.
     """
-    own = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
+    named = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
+    own = named + [source for source in run.sources if is_mnist(source)]
     if not isinstance(run.settings.data, str) and (own or not run.sources):
         listed = f"`{own[0]}`" if own else "nothing"
         raise ConfigError(f"`run.data` lists {listed}", hint="a mixture takes one source of text or more")
@@ -174,9 +177,10 @@ def _tokenizer_beside(target: str) -> Path | None:
 
 def _own(run: Run, world: World) -> DataSets:
     """`package.module:callable` returns a map-style data set, or a pair of them: training and held-out."""
+    source = run.sources[0]
 
     def make() -> DataSets:
-        made = resolve(run.sources[0], "run.data")()
+        made = mnist(Path(source)) if is_mnist(source) else resolve(source, "run.data")()
         train, held_out = made if isinstance(made, tuple) else (made, None)
         for each in (train, held_out):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):

@@ -61,7 +61,9 @@ def open_meter(
     """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
     sinks = job.world.agree(lambda: _sinks(job, run, folder, newest, more) if job.world.first else [])
     wrapped = job.loss is not job.task_loss  # by a feature at LOSS: its value is not that of the text
-    meter = Meter(job, sinks, _flops_per_token(job, run), 0.0 if wrapped else data.bits(held_out=False))
+    meter = Meter(
+        job, sinks, _flops_per_token(job, run), 0.0 if wrapped else data.bits(held_out=False), run.settings.batch
+    )
     newest.unwritten = meter.unwritten
     return meter
 
@@ -278,6 +280,7 @@ def _summary(
         "steps": job.progress.step,
         "total_steps": _total_steps(job),
         "tokens": job.progress.tokens,
+        "unit": meter.unit,
         "seconds": seconds,
         "parameters": job.trace.parameters,
         "held_out_loss": held_out.get("held_out_loss"),
@@ -302,7 +305,7 @@ def _summary(
 
 def _closing(summary: dict[str, Any], page: Path) -> Iterator[str]:
     """The results as a few lines for the terminal."""
-    length = f"{summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s"
+    length = f"{summary['steps']} steps, {summary['tokens']:,} {summary['unit']}, {summary['seconds']:.0f} s"
     yield f"{summary['status']} after {length}"
     bits = summary["bits_per_byte"]
     if bits:

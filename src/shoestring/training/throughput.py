@@ -63,16 +63,20 @@ class Meter:
     Args:
         flops_per_token: of a forward and backward pass, for MFU.
         nats_to_bits: bits per byte for each nat per token of this corpus; 0 where that is unknown.
+        batch: samples of a step. Where a step has as many targets, as images have, these count as samples.
     """
 
-    def __init__(self, job: Job, sinks: Sequence[Sink], flops_per_token: float, nats_to_bits: float) -> None:
-        self.job, self.sinks, self.nats_to_bits = job, sinks, nats_to_bits
+    def __init__(
+        self, job: Job, sinks: Sequence[Sink], flops_per_token: float, nats_to_bits: float, batch: int = 0
+    ) -> None:
+        self.job, self.sinks, self.nats_to_bits, self.batch = job, sinks, nats_to_bits, batch
         peak = peak_flops(job.world.device)
         self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
         self.waited = 0.0
         self.latest: dict[str, float] = {}  # the last value of each metric, on every rank
         self.tokens_before = job.progress.tokens  # of the run that this one resumed
         self.recent: deque[float] = deque(maxlen=64)
+        self.unit = "tokens"
         self._marks: deque[_Mark] = deque([self._mark()], maxlen=16)
         self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None
         self._taken = job.progress.step
@@ -130,9 +134,11 @@ class Meter:
     def _pace(self, marks: Sequence[_Mark]) -> dict[str, float]:
         first, last = marks[0], marks[-1]
         seconds = last.time - first.time
-        rate = (last.tokens - first.tokens) / seconds
+        targets = last.tokens - first.tokens
+        rate = targets / seconds
+        self.unit = "samples" if targets == self.batch * (len(marks) - 1) else "tokens"
         values = {
-            "tokens_per_second": rate,
+            f"{self.unit}_per_second": rate,
             "step_seconds": last.time - marks[-2].time,
             "data_wait": (last.waited - first.waited) / seconds,
             "memory_gib": memory_gib(self.job.world.device),

@@ -68,9 +68,10 @@ class TrialProcess:
         return found
 
     def _count(self, row: Mapping[str, float]) -> None:
-        if "tokens_per_second" in row and row["time"] > self._counted:
+        rate = row.get("tokens_per_second", row.get("samples_per_second"))
+        if rate is not None and row["time"] > self._counted:
             self._counted = row["time"]
-            self.tokens += row["tokens_per_second"] * row["step_seconds"]
+            self.tokens += rate * row["step_seconds"]
 
     def _follow(self, path: Path) -> None:
         """Open the file, and again from its beginning where a run has replaced it or cut rows off."""
