@@ -191,11 +191,18 @@ def compile_joint(
 def fake_tensors() -> AbstractContextManager[Any]:
     """Within, tensors are fake: operators know shapes and types, and neither compute nor take memory.
 
-    Asking one for its address raises RuntimeError, so that no native code writes where nothing is.
+    Asking one for its address raises RuntimeError, so that no native code writes where nothing is. Asked for a number,
+    it gives 1.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    class FakeTensorsWithNumbers(FakeTensorMode):
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            return super().dispatch(func, types, args, kwargs)
+
+    mode = FakeTensorsWithNumbers(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
     return mode
 
@@ -205,6 +212,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def content_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on any device; none of a fake one."""
+    if is_fake(tensor):
+        return memoryview(b"")
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
@@ -217,6 +231,22 @@ def fake_ranks(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def modules_stay() -> Iterator[None]:
+    """Within, modules do not move to a device: torch cannot move the fake tensors of some, even to where they are."""
+    to = nn.Module.to
+
+    def stay_or_convert(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return module if dtype is None else to(module, dtype, non_blocking)
+
+    nn.Module.to = stay_or_convert  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.to = to
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring._torch import content_of
 from shoestring.core.errors import CheckpointError, ConfigError
 
 
@@ -47,7 +48,7 @@ def digest(module: nn.Module) -> str:
     for name, value in module.state_dict().items():
         tensor = value if isinstance(value, Tensor) else torch.tensor(list(repr(value).encode()), dtype=torch.uint8)
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(content_of(tensor))
     return total.hexdigest()
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from shoestring._torch import TorchDispatchMode, fake_ranks, fake_tensors, resizes_heard, tree_leaves
+from shoestring._torch import TorchDispatchMode, fake_ranks, fake_tensors, modules_stay, resizes_heard, tree_leaves
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature, Seam
 from shoestring.core.job import Job
@@ -70,8 +70,6 @@ class LiveTensors(TorchDispatchMode):
         self.total = self.peak = self.peak_event = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # asks for a number, and fake tensors have none
-            return 1.0 if args[0].is_floating_point() else 1
         if func in _INDEXED:  # by a mask, whose every element counts as true
             args = (args[0], [place for each in args[1] for place in _places(each)], *args[2:])
         returned = func(*args, **(kwargs or {}))
@@ -321,6 +319,12 @@ _NO_MEMORY = ("memory.budget", "memory.tracing", "memory.broker", "graph.compile
 _PREDICTED = ("memory", "precision", "optim", "parallel", "sparse")
 
 
+def is_predicted(feature: Feature) -> bool:
+    """Whether `predict` applies a feature, and its peak is another without it."""
+    area = feature.name.partition(".")[0]
+    return area in _PREDICTED and feature.name not in _NO_MEMORY and bool(BeforeSteps(inner=feature).seams)
+
+
 def predict(
     model: nn.Module,
     features: Sequence[Feature],
@@ -359,6 +363,7 @@ def predict(
             stack.enter_context(fake_ranks(ranks))
             world.mesh_over(tuple(world.axes))  # before tensors are fake: it is made of numbers
         stack.enter_context(fake_tensors())
+        stack.enter_context(modules_stay())
         job = stack.enter_context(compose(Job(_filled(model, device), loss=loss, world=world), applied))
         tokens = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2 * min(accumulate, 2))]
         batches = [{"inputs": one, "targets": other} for one, other in zip(tokens[::2], tokens[1::2], strict=True)]

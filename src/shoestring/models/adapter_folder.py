@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from shoestring._torch import content_of
 from shoestring.core.errors import CheckpointError
 from shoestring.models import llama
 from shoestring.models.adapters import LowRank, matrix, row_norms
@@ -135,8 +136,9 @@ def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
     every, total = parts_of(model), hashlib.sha256()
     rows = ((part, model.get_submodule(layer)) for layer in layers for part in every[layer])
     for part, module in sorted(rows, key=lambda pair: pair[0].name):
-        first = matrix(module)[part.rows][0].detach().to("cpu", torch.bfloat16).contiguous()
-        total.update(part.name.encode() + first.view(torch.uint8).numpy().tobytes())
+        first = matrix(module)[part.rows][0].detach().to("cpu", torch.bfloat16)
+        total.update(part.name.encode())
+        total.update(content_of(first))
     return total.hexdigest()
 
 

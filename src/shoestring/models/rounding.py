@@ -49,7 +49,7 @@ def quantize(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     groups = weight.detach().reshape(-1, GROUP)
     parts = [_rounded(part.float(), bits) for part in groups.split(max(1, _WEIGHTS_AT_ONCE // GROUP))]
     numbers, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    if scales.isinf().any():
+    if not scales.isfinite().all():
         raise ConfigError(f"weights of up to {float(weight.abs().max()):.3g} need scales beyond those of fp16")
     return numbers.view(len(weight), -1, GROUP), scales.view(len(weight), -1)
 

@@ -38,6 +38,7 @@ from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Evaluations, evaluate
 from shoestring.training.newest_rows import NewestRows
+from shoestring.training.saved_memory import savings_tables
 from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
@@ -178,6 +179,9 @@ def close(
             "ranks": ranks,
             "notes": evaluations.notes(),
         }
+        if status == "finished":
+            saved = savings_tables(job.features, folder, job.world, job.trace)
+            summary["report_items"] += [{"feature": "memory", "as": "table"} | asdict(table) for table in saved]
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)
         for line in _closing(summary, report.write(folder)):

@@ -1,0 +1,78 @@
+"""What the report says that memory features saved, against real runs without them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoestring import memory, optim
+from shoestring.cli import main
+from shoestring.core.trace import Trace
+from shoestring.core.world import World
+from shoestring.training import saved_memory
+from tests.memory.observed import needs_compiler
+from tests.small_runs import write_run_file, write_texts
+
+pytestmark = needs_compiler
+MODEL = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 192}
+
+
+def train(tmp_path, name, **features):
+    """The peak that was traced in a run, and the table of its report."""
+    tables = {
+        "run": {"steps": 2, "batch": 8, "data": write_texts(tmp_path / "texts"), "folder": str(tmp_path / name)},
+        "model": MODEL,
+        "data": {"sequence": 64},
+        "memory": {"tracing": {}, **features},
+    }
+    assert main(["train", str(write_run_file(tmp_path / f"{name}.toml", tables))]) == 0
+    items = json.loads((tmp_path / name / "summary.json").read_text())["report_items"]
+    window = memory.load(tmp_path / name / "memory.npz").main
+    found = [item for item in items if item["feature"] == "memory"]
+    return window.peak - window.by_kind().get("unnamed", 0), found
+
+
+@pytest.mark.slow
+def test_what_the_report_says_is_the_difference_to_a_real_run_without_the_feature(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_memory, "_SECONDS", 600.0)
+    with_both, (table,) = train(tmp_path, "both", recompute={}, lora={"rank": 4})
+    assert table["title"] == "Memory that each feature saved"
+    assert table["title"] in Path(tmp_path, "both", "report.html").read_text()
+    assert "Tracing measured" in table["note"]
+    (_, peak, *_), (name, without, saved, _), other = table["rows"]
+    assert peak == pytest.approx(with_both, rel=0.02)
+    assert (name, other[0]) == ("without memory.recompute", "without memory.lora")
+    measured, _ = train(tmp_path, "lora", lora={"rank": 4})
+    assert without == pytest.approx(measured, rel=0.02)
+    assert saved == pytest.approx(measured - with_both, rel=0.05)
+
+
+def prediction(tmp_path, ranks, features, **settings):
+    tables = {
+        "run": {"steps": 2, "batch": 8, "data": write_texts(tmp_path / "texts"), **settings},
+        "model": MODEL,
+        "memory": features,
+    }
+    return saved_memory.predict_savings(
+        saved_memory.runs.load(str(write_run_file(tmp_path / "run.toml", tables))), ranks
+    )
+
+
+def test_a_run_without_a_feature_has_what_takes_its_place(tmp_path):
+    saved = prediction(tmp_path, 2, {"zero": {}})
+    ddp = prediction(tmp_path, 2, {})
+    assert saved.without == {"memory.zero": ddp.peak} and ddp.without == {}
+    assert saved.peak < ddp.peak
+    table = saved.table(traced=123)
+    assert table.rows[1][:3] == ("without memory.zero", ddp.peak, ddp.peak - saved.peak)
+    assert "123 bytes" in table.note
+
+
+def test_a_report_without_predictions_is_written_all_the_same(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "shoestring")
+    features = [memory.Recompute(), memory.Tracing(), optim.AdamW()]
+    assert saved_memory.saving(features) == ["memory.recompute"]
+    monkeypatch.setattr(saved_memory.sys, "executable", "/bin/false")  # a process that fails
+    assert saved_memory.savings_tables(features, tmp_path, World(), Trace()) == []
+    assert "could not be predicted" in caplog.text
+    assert saved_memory.savings_tables(features[1:], tmp_path, World(), Trace()) == []
