@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.tune import toy_worker
+from benchmarks.tune.toy_trial import advance
 from shoestring.tune.population import Fork, bandit, next_move, perturb, scores_of
 from shoestring.tune.settings import Population
 from shoestring.tune.space import Dimension
 from shoestring.tune.store import Store, TrialLease, connect
-from tests.tune import toy_worker
-from tests.tune.toy_trial import advance
 
 FOUR = Population(size=4, every=10, method="pbt")
 SPACE = (

@@ -10,12 +10,13 @@ import time
 from collections import Counter
 
 import pytest
+import sqlalchemy as sql
 
+from benchmarks.tune import toy_worker
+from benchmarks.tune.toy_trial import undisturbed
 from shoestring.tune.process import TrialProcess, end_former
 from shoestring.tune.settings import Halving
 from shoestring.tune.store import Store, connect
-from tests.tune import toy_worker
-from tests.tune.toy_trial import undisturbed
 
 KILLS, STALLS = 40, 10
 
@@ -49,6 +50,23 @@ def test_a_study_runs_to_its_end_and_optuna_shows_it(tmp_path):
     best = worker.proposer.study.best_trial
     assert best.value == min(trial.value for trial in worker.store.trials())
     assert list(best.intermediate_values) == [5, 10]
+
+
+def test_what_a_killed_worker_did_not_publish_another_one_does_after_its_lease(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 10, 0.0)
+    store, search = worker.store, worker.proposer
+    now = [100.0]
+    store._now = lambda: sql.literal(now[0])
+    lease = search.propose("killed", 10.0)
+    store.renew(lease, 10.0, reports={step: float(step) for step in range(1, 1001)})
+    store.finish(lease, "done", 1000.0)
+    search.publish()
+    assert {each.state.name for each in search.study.get_trials()} == {"RUNNING"} and not search.over()
+    now[0] += 11.0
+    assert search.over()
+    (shown,) = search.study.get_trials()
+    assert shown.state.name == "COMPLETE" and shown.value == 1000.0
+    assert len(shown.intermediate_values) <= 201 and shown.intermediate_values[1000] == 1000.0
 
 
 def test_a_preempted_trial_is_saved_and_given_back(tmp_path):
@@ -172,7 +190,7 @@ def test_kills_and_stalls_at_random_moments_lose_nothing(tmp_path):
     toy_worker.build(arguments[0], tmp_path, trials, lease, 400, 0.02)
 
     def begin():
-        return subprocess.Popen([sys.executable, "-m", "tests.tune.toy_worker", *arguments])
+        return subprocess.Popen([sys.executable, "-m", "benchmarks.tune.toy_worker", *arguments])
 
     workers, stopped, done = [begin() for _ in range(3)], {}, 0
     deadline = time.monotonic() + 600

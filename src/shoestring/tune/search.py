@@ -28,6 +28,9 @@ from shoestring.tune.store import Store, TrialLease, engine_options
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
+SHOWN = 200
+"""Values of a trial's objective over its steps that Optuna's tables get."""
+
 
 class TrialSearch:
     """Where a worker's trials come from; one object for each worker.
@@ -96,15 +99,19 @@ class TrialSearch:
             if trial.state == "paused":
                 self.store.prune(trial)
         self.publish()
-        return True
+        return not self.store.unpublished()
 
-    def publish(self) -> None:
-        """Write trials that have ended to Optuna's tables. It may be repeated, and several workers may do it at once:
-        all write the same."""
-        for trial in self.store.unpublished():
+    def publish(self, number: int | None = None) -> None:
+        """Write trials that have ended to Optuna's tables: that of a number, or those that their worker left behind.
+
+        It may be repeated, and several workers may do it at once: all write the same. But they would wait for each
+        other, so each publishes its own.
+        """
+        unpublished = self.store.unpublished(abandoned=number is None)
+        for trial in unpublished if number is None else [each for each in unpublished if each.number == number]:
             shown = self.storage.get_trial(trial.trial)
             if not shown.state.is_finished():
-                for step, value in self.store.reports(trial.trial).items():
+                for step, value in _thinned(self.store.reports(trial.trial)):
                     if step not in shown.intermediate_values:
                         self.storage.set_trial_intermediate_value(trial.trial, step, value)
                 state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(trial.state, TrialState.FAIL)
@@ -203,7 +210,8 @@ def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStora
         except (DBAPIError, StorageInternalError):
             tries -= 1
             if not tries:
-                raise
+                with store.usable():
+                    raise
             time.sleep(0.2 * random.random())
 
 
@@ -223,6 +231,13 @@ def promotable(
         best = ranked[: len(reached) // halving.factor]
         found += [trial for trial in best if trial.state == "paused" and trial.rung == rung]
     return found
+
+
+def _thinned(reports: dict[int, float]) -> list[tuple[int, float]]:
+    """At most about `SHOWN` of what a trial has reported, the last one included: Optuna takes one request for each."""
+    pairs = list(reports.items())
+    every = -(-len(pairs) // SHOWN) or 1
+    return [pair for at, pair in enumerate(pairs) if at % every == 0 or at == len(pairs) - 1]
 
 
 def _at(values: dict[int, float], step: int) -> float | None:

@@ -153,7 +153,7 @@ class Store:
             ConfigError: the store cannot be written, has another version, or holds another study of that name.
         """
         text = json.dumps(document, sort_keys=True)
-        with self._usable():
+        with self.usable():
             _tables.create_all(self.engine)
             try:
                 with self.engine.begin() as connection:
@@ -171,7 +171,7 @@ class Store:
         Raises:
             ConfigError: there is no such study, or it was written by another version.
         """
-        with self._usable(), self.engine.begin() as connection:
+        with self.usable(), self.engine.begin() as connection:
             if not sql.inspect(connection).has_table(_studies.name):
                 raise ConfigError("the store holds no study", hint="start one with `shoestring tune tune.toml`")
             found = connection.execute(_studies.select()).all()
@@ -184,12 +184,13 @@ class Store:
         return json.loads(row.document)
 
     def names(self) -> list[str]:
-        with self._usable(), self.engine.begin() as connection:
+        with self.usable(), self.engine.begin() as connection:
             exists = sql.inspect(connection).has_table(_studies.name)
             return list(connection.scalars(sql.select(_studies.c.name))) if exists else []
 
     @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def usable(self) -> Iterator[None]:
+        """Errors of the database within the block are one clear line."""
         try:
             yield
         except DBAPIError as error:
@@ -349,11 +350,18 @@ class Store:
         with self.engine.begin() as connection:
             return set(connection.scalars(sql.select(_leases.c.trial).where(_leases.c.study == self.study)))
 
-    def unpublished(self) -> list[TrialLease]:
-        """Trials that have ended, and that Optuna's tables may not show as ended."""
+    def unpublished(self, *, abandoned: bool = False) -> list[TrialLease]:
+        """Trials that have ended, and that Optuna's tables may not show as ended.
+
+        Args:
+            abandoned: only those whose lease would have expired by now, which their worker did not publish.
+        """
         chosen = _leases.select().where(_leases.c.study == self.study, _leases.c.published.is_(False))
+        chosen = chosen.where(_leases.c.state.in_(ENDED))
+        if abandoned:
+            chosen = chosen.where(_leases.c.expires_at < self._now())
         with self.engine.begin() as connection:
-            return [_lease(row) for row in connection.execute(chosen.where(_leases.c.state.in_(ENDED)))]
+            return [_lease(row) for row in connection.execute(chosen)]
 
     def mark_published(self, trial: int) -> None:
         with self.engine.begin() as connection:

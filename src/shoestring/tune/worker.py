@@ -39,8 +39,8 @@ class Proposer(Protocol):
         """Step at which a trial pauses to be compared with others; None if it runs to its end."""
         ...
 
-    def publish(self) -> None:
-        """Show in Optuna's tables what has ended."""
+    def publish(self, number: int | None = None) -> None:
+        """Show in Optuna's tables that the trial of a number has ended, or all that nobody else will show."""
         ...
 
     def over(self) -> bool:
@@ -134,7 +134,7 @@ class TrialWorker:
             value = reports[max(reports)] if reports else math.nan
             state, note = ("done", "") if math.isfinite(value) else ("failed", _unusable(trial, reports))
             self._reach(lambda: self.store.finish(lease, state, value if state == "done" else None, note))
-            self._reach(self.proposer.publish)
+            self._reach(lambda: self.proposer.publish(lease.number))
             if note:
                 log.warning("trial %d failed: %s", lease.number, note)
         elif stopped:
@@ -146,7 +146,7 @@ class TrialWorker:
             note = trial.last_words()
             log.warning("trial %d failed: %s", lease.number, note)
             self._reach(lambda: self.store.finish(lease, "failed", note=note))
-            self._reach(self.proposer.publish)
+            self._reach(lambda: self.proposer.publish(lease.number))
         else:
             log.warning("trial %d ended with exit code %s and starts again", lease.number, code)
             self._reach(lambda: self.store.give_back(lease, failed=True, note=trial.last_words()))

@@ -14,19 +14,19 @@ from pathlib import Path
 # -- the same function for those who check it
 
 
-def advance(state, x, step):
+def advance(state: float, x: float, step: int) -> float:
     return 0.9 * state + (x - 0.3) ** 2 + step * 1e-3
 
 
-def undisturbed(x, steps):
+def undisturbed(x: float, steps: int) -> float:
     state = 1.0
     for step in range(1, steps + 1):
         state = advance(state, x, step)
     return state
 
 
-def main(folder, x, steps, every, pause):
-    stopping = []
+def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
+    stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
     checkpoint = folder / "checkpoint.json"
     step, state = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 1.0)

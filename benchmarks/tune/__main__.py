@@ -1,0 +1,25 @@
+"""The command line of tune's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from benchmarks.harness import Bar, main, resumable
+from benchmarks.tune import crowd, functions, kills
+
+
+def command(argv: Sequence[str]) -> int:
+    """The harness's command line, and what the package's docstring says."""
+    known, rest = resumable("tune").parse_known_args(argv)
+
+    def rows() -> list[Bar]:
+        return [*kills.rows(known.runs), *crowd.rows(known.runs), *functions.rows(known.runs)]
+
+    return main("tune", rows, rest)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(command(sys.argv[1:]))
