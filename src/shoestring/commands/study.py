@@ -18,6 +18,7 @@ from shoestring.tune.space import draw, read_space
 
 if TYPE_CHECKING:
     from shoestring.tune.store import Store
+    from shoestring.tune.view.record import StudyRecord
 
 TABLES = ("tune", "space", "halving", "population")
 FIXED = ("run.model", "run.data", "run.seed", "model.", "data.")
@@ -82,6 +83,12 @@ class StudyPlan:
         else:
             store.document()  # it exists, and is of this version
         return store
+
+    def record(self, store: Store) -> StudyRecord:
+        """The study as it is now."""
+        from shoestring.tune.view.record import StudyRecord
+
+        return StudyRecord(self.study, self.space, self.schedule, store.trials(), store.all_reports())
 
     def run_document(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The run file with these values of the space."""

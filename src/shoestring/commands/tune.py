@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -34,11 +35,13 @@ class Tune:
 
     what: Positional[tuple[str, ...]]
     """Study file to start or continue; or `join URL [NAME]`, to work for the study of a store; or `best [FILE]`, to
-    write the run file of the best trial of a study file, which defaults to tune.toml."""
+    write the run file of the best trial of a study file, which defaults to tune.toml; or `page [FILE [OTHERS]]`, to
+    write the page of a study, with what other studies needed for the same result."""
     workers: int = 1
     """Number of workers to start on this host; each runs one trial at a time."""
-    out: Path = Path("run.toml")
-    """Path of the run file to write (best)."""
+    out: Path | None = None
+    """Path of the run file (best) or page (page) to write; defaults to run.toml, and to study.html in the folder of the
+    study."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         match self.what:
@@ -47,27 +50,32 @@ class Tune:
             case ("join", url, name):
                 plan = join_plan(url, name)
             case ("best", *rest) if len(rest) < 2:
-                print("\n".join(write_best(read_plan(rest[0] if rest else "tune.toml"), self.out)))
+                plan = read_plan(rest[0] if rest else "tune.toml")
+                print("\n".join(write_best(plan, self.out or Path("run.toml"))))
+                return 0
+            case ("page", *rest):
+                print(write_page([read_plan(file) for file in rest or ["tune.toml"]], self.out))
                 return 0
             case (file,) if file != "join":
                 plan = read_plan(file)
                 plan.open_store(create=True)
             case _:
                 raise ConfigError(
-                    "a study is missing", hint="shoestring tune tune.toml, join URL, or best --out run.toml"
+                    "a study is missing", hint="shoestring tune tune.toml, join URL, best --out run.toml, or page"
                 )
         if self.workers < 1:
             raise ConfigError(f"--workers must be at least 1, got {self.workers}")
         if self.workers > 1:
             return start_workers(plan, self.workers)
-        return work(plan)
+        return work(plan, page=self.what[0] != "join")
 
 
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
-def work(plan: StudyPlan) -> int:
+def work(plan: StudyPlan, *, page: bool) -> int:
     """Work on a study in this process until it is over, or until SIGTERM or SIGINT; the exit code."""
+    from shoestring.tune.progress import StudyProgress
     from shoestring.tune.search import TrialSearch
     from shoestring.tune.worker import TrialWorker
 
@@ -83,26 +91,46 @@ def work(plan: StudyPlan) -> int:
         paused=lambda lease: keep_for_forks(plan, lease),
         tidy=Leftovers(plan, store).remove,
     )
-    with _signals(lambda _: stop.set()):
+    progress = StudyProgress(lambda: plan.record(store), plan.total_steps)
+    if progress.drawn:
+        logging.getLogger("shoestring").setLevel(logging.WARNING)
+    with _signals(lambda _: stop.set()), progress:
         worker.run()
     print("\n".join(summary(plan, store)))
+    if page:
+        print(f"page: {write_page([plan])}")
     return 130 if stop.is_set() else 0
 
 
 def start_workers(plan: StudyPlan, number: int) -> int:
     """Start workers as processes of their own, hand signals on to them, and wait for all; the largest exit code."""
+    from shoestring.tune.progress import StudyProgress
+
     # The URL may hold a password: arguments are shown to every user of the host, the environment is not.
     command = [sys.executable, "-m", "shoestring", "tune", "join", f"{ENVIRONMENT}{_URL}", plan.study.name]
     environment = os.environ | {_URL: plan.url}
-    workers = [subprocess.Popen(command, start_new_session=True, env=environment) for _ in range(number)]
+    store = plan.open_store()
+    logs = [plan.folder / "workers" / f"{os.getpid()}-{index}.log" for index in range(number)]
+    logs[0].parent.mkdir(exist_ok=True)
+    workers = []
+    for log in logs:
+        with log.open("ab") as out:
+            worker = subprocess.Popen(command, start_new_session=True, env=environment, stdout=out, stderr=out)
+        workers.append(worker)
 
     def hand_on(received: int) -> None:
         for worker in workers:
             if worker.poll() is None:
                 os.kill(worker.pid, received)
 
-    with _signals(hand_on):
-        return max(abs(worker.wait()) for worker in workers)
+    with _signals(hand_on), StudyProgress(lambda: plan.record(store), plan.total_steps):
+        codes = [abs(worker.wait()) for worker in workers]
+    for log, code in zip(logs, codes, strict=True):
+        if code not in (0, 130):
+            print(f"a worker ended with exit code {code}; its log is {log}", file=sys.stderr)
+    print("\n".join(summary(plan, store)))
+    print(f"page: {write_page([plan])}")
+    return max(codes)
 
 
 @contextmanager
@@ -167,3 +195,19 @@ def write_best(plan: StudyPlan, out: Path) -> list[str]:
     except OSError as error:
         raise ConfigError(f"cannot write `{out}`: {error.strerror}", hint="choose another --out") from error
     return [*summary(plan, store), f"written to {out}; start it with: shoestring train {out}"]
+
+
+def write_page(plans: Sequence[StudyPlan], out: Path | None = None) -> Path:
+    """Write the page of the first study, beside the others; its path.
+
+    Raises:
+        ConfigError: a study has not begun, or others have another objective.
+        ShoestringError: the page cannot be written.
+    """
+    records = [plan.record(plan.open_store()) for plan in plans]
+    for record in records[1:]:
+        if record.study.objective != records[0].study.objective or record.sign != records[0].sign:
+            raise ConfigError(f"the study `{record.study.name}` has another objective, so it cannot be compared")
+    from shoestring.tune.view.page import write
+
+    return write(records, out or plans[0].folder / "study.html")

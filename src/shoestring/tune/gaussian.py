@@ -68,14 +68,15 @@ class GaussianSampler(BaseSampler):
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def _quasi_random(self, number: int) -> Array:
-        points = stats.qmc.Sobol(_width(self.space), rng=np.random.default_rng(self.sequence))
+        points = stats.qmc.Sobol(width(self.space), rng=np.random.default_rng(self.sequence))
         return points.random(2 ** int(number).bit_length())[number]  # a power of two, as its balance asks
 
 
 # -- points in the unit cube ------------------------------------------------------------------------------------------
 
 
-def _width(space: Sequence[Dimension]) -> int:
+def width(space: Sequence[Dimension]) -> int:
+    """Coordinates of a point that stands for values of the space."""
     return sum(len(dimension.choices) or 1 for dimension in space)
 
 

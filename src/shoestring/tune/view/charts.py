@@ -1,0 +1,172 @@
+"""The charts of a study's page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shoestring.report import figures
+from shoestring.report.markup import Markup, tag
+from shoestring.tune.settings import Population
+from shoestring.tune.space import Dimension
+from shoestring.tune.store import TrialLease
+from shoestring.tune.view.drawing import HEIGHT, WIDTH, Scale, axes, dot, line, path, picture, scales, stairs, text
+from shoestring.tune.view.record import StudyRecord
+
+_CURVES, _LINES = 80, 120
+"""Most trials whose curves, and whose settings, are drawn: the best ones."""
+
+
+def over_time(record: StudyRecord) -> Markup:
+    """Each trial's last value by its number, and the best result so far."""
+    last = {trial.number: _last(record, trial) for trial in record.trials}
+    shown = {number: value for number, value in last.items() if value is not None and math.isfinite(value)}
+    if not shown:
+        return Markup()
+    inside = _inside(list(shown.values()), record.sign)
+    x, y = scales([0, *shown], inside)
+    parts = axes(x, y, "Number of the trial")
+    best, running = [], math.inf
+    for trial in record.done:
+        running = min(running, record.sign * (trial.value or 0.0))
+        best.append((x(trial.number), y(record.sign * running)))
+    parts.append(path(stairs(best), "best", "Best result so far"))
+    for trial in record.trials:
+        if (value := shown.get(trial.number)) is not None:
+            said = f"trial {trial.number}: {figures.plain(value)}, {trial.state}"
+            parts.append(dot(x(trial.number), y(value), trial.state, said))
+    beyond = sum(value not in inside for value in shown.values())
+    note = f"{beyond} values far worse than the others are drawn at the edge." if beyond else ""
+    return _noted(picture(parts, f"{record.study.objective} of each trial, and the best so far"), note)
+
+
+def parallel(record: StudyRecord) -> Markup:
+    """A line for each trial with a result, across one axis for each setting and one for the objective."""
+    ranked = record.ranked[:_LINES]
+    if not ranked or not record.space:
+        return Markup()
+    values = [trial.value or 0.0 for trial in ranked]
+    columns = len(record.space) + 1
+    places = [90 + at * (WIDTH - 180) / (columns - 1) for at in range(columns)]
+    own = Scale(min(values), max(values), HEIGHT - 40, 30)
+    parts = []
+    for at, dimension in zip(places, record.space, strict=False):
+        parts += _axis(at, dimension)
+    parts += [line(places[-1], 30, places[-1], HEIGHT - 40, "rule")]
+    parts.append(text(places[-1], 16, _short(record.study.objective), kind="strong"))
+    tops = max(1, len(ranked) // 5)
+    for rank, trial in reversed(list(enumerate(ranked))):
+        points = [
+            (round(at, 1), _height(dimension, trial.parameters[dimension.key]))
+            for at, dimension in zip(places, record.space, strict=False)
+            if dimension.key in trial.parameters
+        ]
+        kind = "winner" if rank == 0 else "top" if rank < tops else "faint"
+        said = f"trial {trial.number}: {figures.plain(trial.value or 0.0)}"
+        parts.append(path([*points, (places[-1], own(trial.value or 0.0))], kind, said))
+    note = (
+        "The thick line is the best trial, green lines are the best fifth. A setting that does not exist is left out."
+    )
+    return _noted(picture(parts, "Settings and objective of each trial"), note)
+
+
+def _axis(at: float, dimension: Dimension) -> list[Markup]:
+    parts = [line(at, 30, at, HEIGHT - 40, "rule"), text(at, 16, _short(dimension.key), kind="strong")]
+    ends: list[Any] = list(dimension.choices) if dimension.choices else [dimension.low, dimension.high]
+    for value in ends:
+        shown = figures.plain(value) if isinstance(value, int | float) and not dimension.choices else str(value)
+        parts.append(text(at - 6, _height(dimension, value) + 4, shown[:14], anchor="end"))
+    return parts
+
+
+def _height(dimension: Dimension, value: Any) -> float:
+    if dimension.choices:
+        return Scale(0, max(len(dimension.choices) - 1, 1), HEIGHT - 46, 40)(dimension.choices.index(value))
+    return Scale(dimension.low, dimension.high, HEIGHT - 46, 40, log=dimension.kind == "log")(value)
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 22 else "…" + key[-21:]
+
+
+def rungs(record: StudyRecord) -> Markup:
+    """The objective of each trial by step; steps of comparison upright, forks as dashed lines from their parents."""
+    curves = {trial.number: _curve(record, trial) for trial in record.trials}
+    curves = {number: points for number, points in curves.items() if len(points) > 1 or record.schedule}
+    curves = {number: points for number, points in curves.items() if points}
+    if not curves or record.schedule is None:
+        return Markup()
+    ends = sorted(curves, key=lambda number: (-curves[number][-1][0], record.sign * curves[number][-1][1]))[:_CURVES]
+    values = [value for number in ends for _, value in curves[number]]
+    inside = _inside(values, record.sign)
+    x, y = scales([0, *(step for number in ends for step, _ in curves[number])], inside)
+    parts = axes(x, y, "Step")
+    rung = 0
+    while (step := record.schedule.step(rung)) < x.high and rung < 30:
+        parts += [line(x(step), 12, x(step), HEIGHT - 40, "rule")]
+        rung += 1
+    winner = record.ranked[0].number if record.ranked else -1
+    by_number = {trial.number: trial for trial in record.trials}
+    for number in reversed(ends):
+        trial, points = by_number[number], [(x(step), y(value)) for step, value in curves[number]]
+        before = [pair for pair in curves.get(trial.parent, []) if pair[0] <= curves[number][0][0]]
+        said = f"trial {number}, {trial.state}" + (f", fork of trial {trial.parent}" if trial.parent >= 0 else "")
+        if before:
+            parts.append(path([(x(before[-1][0]), y(before[-1][1])), points[0]], "fork", said))
+        kind = "winner" if number in _ancestors(by_number, winner) else "top" if trial.state == "done" else "faint"
+        parts.append(path(points, kind, said))
+        parts.append(dot(*points[-1], trial.state, said, radius=3))
+    said = "Upright lines are comparisons; the thick line is the best trial"
+    note = f"{said} and what it descends from." if isinstance(record.schedule, Population) else f"{said}."
+    return _noted(picture(parts, f"{record.study.objective} of each trial by step"), note)
+
+
+def _ancestors(by_number: dict[int, TrialLease], number: int) -> set[int]:
+    found = set()
+    while number in by_number:
+        found.add(number)
+        number = by_number[number].parent
+    return found
+
+
+def effort(studies: Sequence[StudyRecord]) -> Markup:
+    """The best result of each study by hours of work."""
+    lines = [(record.study.name, record.best_so_far(), record.hours) for record in studies]
+    lines = [each for each in lines if each[1]]
+    if not lines:
+        return Markup()
+    values = [value for _, points, _ in lines for _, value in points]
+    x, y = scales([0.0, *(hours for *_, hours in lines)], _inside(values, studies[0].sign))
+    parts = axes(x, y, "Hours of work, over all workers")
+    for at, (name, points, hours) in enumerate(lines):
+        drawn = [(x(spent), y(value)) for spent, value in [*points, (hours, points[-1][1])]]
+        parts.append(path(stairs(drawn), "best" if at == 0 else "other", name))
+        parts.append(text(drawn[-1][0], drawn[-1][1] - 6, name, anchor="end", kind="strong"))
+    return picture(parts, "Best result by hours of work")
+
+
+def _curve(record: StudyRecord, trial: TrialLease) -> list[tuple[int, float]]:
+    """At most 100 finite values of a trial, by step."""
+    pairs = [(step, value) for step, value in record.reports.get(trial.trial, {}).items() if math.isfinite(value)]
+    every = -(-len(pairs) // 100) or 1
+    return [pair for at, pair in enumerate(pairs) if at % every == 0 or at == len(pairs) - 1]
+
+
+def _last(record: StudyRecord, trial: TrialLease) -> float | None:
+    if trial.value is not None:
+        return trial.value
+    reports = record.reports.get(trial.trial, {})
+    return reports[max(reports)] if reports else None
+
+
+def _inside(values: Sequence[float], sign: int) -> list[float]:
+    """The values without those that are so much worse than the others that nothing else could be told apart."""
+    ordered = sorted(sign * value for value in values)
+    best, middle = ordered[0], ordered[len(ordered) // 2]
+    limit = middle + 4 * (middle - best) if middle > best else ordered[-1]
+    return [sign * value for value in ordered if value <= limit]
+
+
+def _noted(drawn: Markup, note: str) -> Markup:
+    return tag("div", drawn, tag("p", note, class_="quiet") if note else Markup())

@@ -1,0 +1,54 @@
+"""A study as its page and its progress show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoestring.tune.settings import Halving, Population, Study
+from shoestring.tune.space import Dimension
+from shoestring.tune.store import TrialLease
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """A study as its page shows it."""
+
+    study: Study
+    space: Sequence[Dimension]
+    schedule: Halving | Population | None
+    trials: Sequence[TrialLease]
+    reports: Mapping[int, Mapping[int, float]]
+    """What each trial has reported, by its id and by step."""
+
+    @property
+    def sign(self) -> int:
+        """Times which a value is to be small."""
+        return 1 if self.study.direction == "minimize" else -1
+
+    @property
+    def done(self) -> list[TrialLease]:
+        """Trials with a result."""
+        return [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
+
+    @property
+    def ranked(self) -> list[TrialLease]:
+        """Trials with a result, the best first."""
+        return sorted(self.done, key=lambda trial: (self.sign * (trial.value or 0.0), trial.number))
+
+    @property
+    def hours(self) -> float:
+        """Hours of work, over all workers."""
+        return sum(trial.seconds for trial in self.trials) / 3600
+
+    def best_so_far(self) -> list[tuple[float, float]]:
+        """(hours of work until then, best result) after each trial with a result, in the order of their numbers."""
+        found: list[tuple[float, float]] = []
+        spent, best = 0.0, math.inf
+        for trial in sorted(self.trials, key=lambda trial: trial.number):
+            spent += trial.seconds / 3600
+            if trial.state == "done" and trial.value is not None:
+                best = min(best, self.sign * trial.value)
+                found.append((spent, self.sign * best))
+        return found
