@@ -9,6 +9,7 @@ move, at rates that are measured here.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import tomllib
@@ -38,6 +39,8 @@ from shoestring.parallel import DDP, FSDP
 from shoestring.report.figures import size
 from shoestring.run import Run, parse
 from shoestring.training.data_loading import is_own, model_arguments
+
+log = logging.getLogger("shoestring")
 
 GIB = 2**30
 ROUGHLY = 1.05
@@ -149,6 +152,7 @@ class BudgetSearch:
         """
         if budget.gib <= 0:
             raise ConfigError(f"`{budget.name}.gib` must be positive, got {budget.gib}")
+        log.info("choosing what fits into %g GiB; a large model takes a minute", budget.gib)
         room, least = budget.gib * GIB, MemoryChoice(Way((), ""), 1, roughly=float("inf"))
         for rounding in (False, True):
             for choice in self.choices(budget.allow, rounding):
