@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Bar, Measured
+from benchmarks.harness import Bar, Deadline, Measured, stored
 from shoestring import compose, memory
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job
@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 SEQUENCE = 128
-ROUNDS = 5
+ROUNDS = 7
 CLOSE = 1.04
 """Combinations whose time is at most this many times the best one's are timed again, in alternation with the choice."""
 
@@ -88,36 +88,33 @@ def _tried(run: Run, choice: MemoryChoice) -> Tried:
         step()
     with _stepping(run, choice.features, choice.accumulate) as step:
         step()
-        seconds = min(_seconds(step) for _ in range(3))
+        seconds = min(_seconds(step) for _ in range(2))
     return Tried(choice, traced.profile.main.peak, seconds)
 
 
-@cache
-def trials() -> dict[str, tuple[float, float]]:
-    """By setting: the traced peak over the budget, and the choice's time over that of the best that fits."""
+def budgets(name: str) -> list[dict[str, Any]]:
+    """Of each budget of a run: what is chosen, its traced peak over the budget, and its time over the best one's."""
     torch.set_num_threads(1)
-    found = {}
-    for name in RUNS:
-        run = _run(name)
-        search = BudgetSearch(run, World())
-        tried = [_tried(run, choice) for choice in search.choices(KNOBS, rounding=False)]
-        whole = next(each.peak for each in tried if not each.choice.blocks and each.choice.accumulate == 1)
-        least = min(each.peak for each in tried)
-        for part in PARTS:
-            room = least + part * (whole - least)
-            chosen = search.within(Budget(gib=room / GIB, allow=KNOBS))
-            features = [each for each in chosen.features if not isinstance(each, Budget)]
-            ours = next(
-                each
-                for each in tried
-                if each.choice.accumulate == chosen.settings.accumulate and set(each.choice.features) == set(features)
-            )
-            fitting = sorted((each for each in tried if each.peak <= room), key=lambda each: each.seconds)
-            close = [each for each in fitting if each.seconds <= CLOSE * fitting[0].seconds and each is not ours][:4]
-            slower = max([1.0, *(_against(run, ours, each) for each in close)])
-            found[f"{name} {part:.0%}"] = (ours.peak / room, slower)
-            said = ours.choice.describe(run, search.blocks)
-            print(f"{name} {room / 2**20:.1f} MiB: {said}; {ours.peak / room:.3f}, {slower:.3f}", file=sys.stderr)
+    run, found = _run(name), []
+    search = BudgetSearch(run, World())
+    tried = [_tried(run, choice) for choice in search.choices(KNOBS, rounding=False)]
+    whole = next(each.peak for each in tried if not each.choice.blocks and each.choice.accumulate == 1)
+    least = min(each.peak for each in tried)
+    for part in PARTS:
+        room = least + part * (whole - least)
+        chosen = search.within(Budget(gib=room / GIB, allow=KNOBS))
+        features = {each for each in chosen.features if not isinstance(each, Budget)}
+        ours = next(
+            each
+            for each in tried
+            if each.choice.accumulate == chosen.settings.accumulate and set(each.choice.features) == features
+        )
+        fitting = sorted((each for each in tried if each.peak <= room), key=lambda each: each.seconds)
+        close = [each for each in fitting if each.seconds <= CLOSE * fitting[0].seconds and each is not ours][:4]
+        slower = max([1.0, *(_against(run, ours, each) for each in close)])
+        said = ours.choice.describe(run, search.blocks)
+        print(f"{name} {room / 2**20:.1f} MiB: {said}; {ours.peak / room:.3f}, {slower:.3f}", file=sys.stderr)
+        found.append({"part": part, "chosen": said, "peak": ours.peak / room, "slower": slower, "tried": len(tried)})
     return found
 
 
@@ -132,12 +129,18 @@ def _against(run: Run, ours: Tried, other: Tried) -> float:
         return statistics.median(_seconds(our_step) / _seconds(other_step) for _ in range(ROUNDS))
 
 
-def _note(index: int) -> str:
-    return ", ".join(f"{name} {pair[index]:.3f}" for name, pair in trials().items())
+def rows(folder: Path, deadline: Deadline) -> list[Bar]:
+    """The bars of the budget; what was chosen and measured is stored in a file for each run."""
 
+    def largest(key: str) -> Measured:
+        found = {
+            f"{name} {each['part']:.0%}": each
+            for name in RUNS
+            for each in stored(folder / f"{name}.json", deadline.check, lambda: {"budgets": budgets(name)})["budgets"]  # noqa: B023
+        }
+        note = "; ".join(f"{name} {each[key]:.3f} ({each['chosen']})" for name, each in found.items())
+        return Measured(max(each[key] for each in found.values()), note)
 
-def rows() -> list[Bar]:
-    """The bars of the budget."""
     return [
         Bar(
             "memory.budget-kept",
@@ -145,7 +148,7 @@ def rows() -> list[Bar]:
             "least that fits and what the run takes as it is",
             "<=",
             1.0,
-            lambda _: Measured(max(peak for peak, _ in trials().values()), _note(0)),
+            lambda _: largest("peak"),
         ),
         Bar(
             "memory.budget-time",
@@ -153,6 +156,6 @@ def rows() -> list[Bar]:
             "micro-batches and selective recomputation that fit, each of which was run; the most of the 10 settings",
             "<=",
             1.05,
-            lambda _: Measured(max(slower for _, slower in trials().values()), _note(1)),
+            lambda _: largest("slower"),
         ),
     ]
