@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.world import World
 from shoestring.data import Data
-from shoestring.data.cache import Cached, OnDisk, Shared
+from shoestring.data.cache import Cached, OnDisk, Shared, folded_crc32
 from shoestring.data.flattening import from_bytes, to_bytes
 from shoestring.data.images import Images
 from shoestring.data.loader import Loader
@@ -104,7 +104,42 @@ samples = st.recursive(
 @given(samples)
 @settings(max_examples=60, deadline=None)
 def test_samples_come_back_as_they_were(sample):
-    assert equal(from_bytes(to_bytes(sample)), sample)
+    assert equal(from_bytes(bytearray(to_bytes(sample))), sample)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5, 3)])
+def test_tensors_of_any_type_and_shape_come_back_writable_and_apart(dtype, shape):
+    tensor = torch.ones(shape, dtype=dtype)
+    turned = tensor.mT if tensor.ndim == 2 else tensor
+    raw = to_bytes([tensor, turned])
+    one, other = from_bytes(bytearray(raw))
+    assert one.dtype == dtype and one.shape == tensor.shape and other.shape == turned.shape
+    assert torch.equal(one, tensor)
+    one.zero_()
+    assert torch.equal(other, turned)
+
+
+@given(size=st.integers(1, 3 * 8192), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_the_checksum_sees_any_bit(size, at, bit):
+    raw = np.random.default_rng(size).integers(256, size=size, dtype=np.uint8)
+    before = folded_crc32(raw)
+    raw[int(at * size)] ^= 1 << bit
+    assert folded_crc32(raw) != before
+    assert folded_crc32(raw[:-1]) != before
+
+
+def test_a_sample_that_is_changed_in_place_stays_as_it_was_in_the_cache(root):
+    cached = Cached(Store(), memory=1 << 20)
+    wanted = cached[3]["inputs"].clone()
+    for _ in range(3):
+        found = cached[3]["inputs"]
+        assert torch.equal(found, wanted)
+        found.zero_()
+    assert cached.counts.memory == 3
+    cached.close()
 
 
 def test_what_cannot_be_kept_is_refused():
@@ -209,7 +244,7 @@ def test_what_a_killed_process_left_is_used_by_the_next_and_removed_by_one_of_an
     cached = Cached(Store(), memory=1 << 20)
     assert equal(cached[5], Store()[5])
     assert cached.dataset.asked == []
-    del cached.shared.entries  # as if it were killed, too
+    del cached.shared.entries, cached.shared.bytes  # as if it were killed, too
     cached.shared.memory.close()
     os.close(cached.shared.file)
     other = Store()
