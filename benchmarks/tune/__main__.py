@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Bar, main, resumable
-from benchmarks.tune import crowd, functions, kills
+from benchmarks.tune import crowd, dashboard, functions, kills, studies
 
 
 def command(argv: Sequence[str]) -> int:
@@ -15,7 +15,8 @@ def command(argv: Sequence[str]) -> int:
     known, rest = resumable("tune").parse_known_args(argv)
 
     def rows() -> list[Bar]:
-        return [*kills.rows(known.runs), *crowd.rows(known.runs), *functions.rows(known.runs)]
+        areas = (kills, crowd, functions, studies)
+        return [*(bar for area in areas for bar in area.rows(known.runs)), *dashboard.rows()]
 
     return main("tune", rows, rest)
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,9 +29,12 @@ def crowd() -> dict[str, Any]:
         setting = ToySetting(server.url, folder, 4 * CROWD, 15.0, 100, 0.2, timed=True)
         setting.worker()
         workers = [begin(setting) for _ in range(CROWD)]
-        for process in workers:
-            process.join(LIMIT)
-            assert process.exitcode == 0, "a worker did not end"
+        try:
+            for process in workers:
+                process.join(LIMIT)
+                assert process.exitcode == 0, "a worker did not end"
+        finally:
+            _kill(workers)
         trials = setting.worker().store.trials()
         requests: dict[str, list[float]] = {}
         for path in Path(folder).glob("requests-*.json"):
@@ -38,6 +42,12 @@ def crowd() -> dict[str, Any]:
                 requests.setdefault(name, []).extend(seconds)
     lost = sum(trial.epoch - 1 for trial in trials) + sum(trial.state != "done" for trial in trials)
     return {"lost": lost, "requests": requests}
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    for process in workers:
+        process.kill()
+        process.join()
 
 
 # -- workers that are used --------------------------------------------------------------------------------------------
@@ -52,14 +62,14 @@ def busy() -> dict[str, Any]:
         store = setting.worker().store
         began = time.monotonic()
         workers = [begin(setting) for _ in range(BUSY)]
-        while len(trials := store.trials()) < setting.trials or any(trial.state == "ready" for trial in trials):
-            assert time.monotonic() - began < LIMIT, "the budget was not used up"
-            time.sleep(0.2)
-        spent = time.monotonic() - began
-        steps = {trial.number: _steps(Path(folder), trial.number) for trial in trials}
-        for process in workers:
-            process.terminate()
-            process.join(60)
+        try:
+            while len(trials := store.trials()) < setting.trials or any(trial.state == "ready" for trial in trials):
+                assert time.monotonic() - began < LIMIT, "the budget was not used up"
+                time.sleep(0.2)
+            spent = time.monotonic() - began
+            steps = {trial.number: _steps(Path(folder), trial.number) for trial in trials}
+        finally:
+            _kill(workers)
     pauses = {trial.number: toy_worker.pause_of(trial.parameters["toy.x"], setting.pause, SPREAD) for trial in trials}
     used = sum(steps[number] * pauses[number] for number in steps)
     losses = {trial.number: (trial.parameters["toy.x"] - 0.3) ** 2 for trial in trials}

@@ -57,12 +57,14 @@ class Disturber:
             self.workers[index] = begin(self.setting)
             self.done["kill"] += 1
 
-    def end(self) -> None:
+    def end(self, seconds: float = 600.0) -> None:
+        """Wait until the workers have ended, and kill those that have not."""
         for worker in self.workers:
             self._signal(worker, signal.SIGCONT)
         for worker in self.workers:
-            worker.join(600)
+            worker.join(seconds)
             worker.kill()
+            worker.join()
 
     @staticmethod
     def _signal(worker: BaseProcess, number: int) -> None:
@@ -76,20 +78,30 @@ def batch(number: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="tune-") as folder, PostgresServer() as server:
         setting = ToySetting(server.url, folder, TRIALS, LEASE, STEPS, PAUSE)
         setting.worker()
-        disturber, outages, began = Disturber(setting, chance), 0, time.monotonic()
-        down = sorted(chance.uniform(10.0, 60.0) for _ in range(OUTAGES))
-        while disturber.done["kill"] < KILLS or disturber.done["stall"] < STALLS or outages < OUTAGES:
-            if outages < OUTAGES and time.monotonic() - began > down[outages]:
-                server.stop()
-                time.sleep(chance.uniform(5.0, 60.0))
-                server.start()
-                outages += 1
-            time.sleep(chance.uniform(0.2, 2.2))
-            disturber.act(KILLS, STALLS)
-        disturber.end()
+        disturber, outages = Disturber(setting, chance), 0
+        try:
+            outages = _disturb(disturber, server, chance)
+            disturber.end()
+        finally:
+            disturber.end(0.0)
         worker = setting.worker()
         worker.run()  # what no worker was left to finish
         return _outcome(worker, Path(folder), disturber.done["kill"], disturber.done["stall"], outages)
+
+
+def _disturb(disturber: Disturber, server: PostgresServer, chance: random.Random) -> int:
+    """All kills, stalls and outages of a batch; the number of outages."""
+    outages, began = 0, time.monotonic()
+    down = sorted(chance.uniform(10.0, 60.0) for _ in range(OUTAGES))
+    while disturber.done["kill"] < KILLS or disturber.done["stall"] < STALLS or outages < OUTAGES:
+        if outages < OUTAGES and time.monotonic() - began > down[outages]:
+            server.stop()
+            time.sleep(chance.uniform(5.0, 60.0))
+            server.start()
+            outages += 1
+        time.sleep(chance.uniform(0.2, 2.2))
+        disturber.act(KILLS, STALLS)
+    return outages
 
 
 def _outcome(worker: Any, folder: Path, kills: int, stalls: int, outages: int) -> dict[str, Any]:
