@@ -50,6 +50,27 @@ def values(signed: bool) -> Tensor:
     return torch.cat([found, ends]).sort().values.float()
 
 
+@cache
+def _values_on(signed: bool, device: torch.device) -> Tensor:
+    return values(signed).to(device)
+
+
+@cache
+def _finder(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the upper 16 bits of a float32 in [-1, 1]: the number of the value nearest to the least float that begins so,
+    and the bound from which on it is the next one. Between two floats that begin alike lies one bound at most.
+    """
+    table = values(signed)
+    bounds = (table[1:] + table[:-1]) / 2
+    if not signed:
+        bounds[0] = 0
+    begins = torch.arange(1 << 16, dtype=torch.int32) << 16
+    least = torch.where(begins < 0, begins | 0xFFFF, begins).view(torch.float32).nan_to_num()
+    numbers = torch.bucketize(least, bounds)
+    following = torch.cat([bounds, torch.tensor([torch.inf])])[numbers]
+    return numbers.byte().to(device), following.to(device)
+
+
 def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Numbers of the nearest values, of the shape of x, and the largest magnitude of each block, float32.
 
@@ -58,19 +79,20 @@ def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     flat = x.detach().float().flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     largest = padded.abs().amax(1)
-    quotients = padded / torch.where(largest > 0, largest, 1)[:, None]
-    table = values(signed).to(x.device)
-    edges = (table[1:] + table[:-1]) / 2
-    if not signed:
-        edges[0] = 0
-    return torch.bucketize(quotients, edges).byte().flatten()[: len(flat)].view(x.shape), largest
+    quotients = (padded / torch.where(largest > 0, largest, 1)[:, None]).flatten()
+    numbers, following = _finder(signed, x.device)
+    begins = (quotients.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    found = numbers.index_select(0, begins).add_(quotients > following.index_select(0, begins))
+    return found[: len(flat)].view(x.shape), largest
 
 
 def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
     """What `encode` returned as float32, of its shape."""
-    flat = values(signed).to(numbers.device)[numbers.flatten().int()]
-    scales = largest.repeat_interleave(BLOCK)[: len(flat)]
-    return (flat * scales).view(numbers.shape)
+    flat = _values_on(signed, numbers.device).index_select(0, numbers.flatten().int())
+    whole = len(flat) // BLOCK * BLOCK
+    flat[:whole].view(-1, BLOCK).mul_(largest[: whole // BLOCK, None])
+    flat[whole:].mul_(largest[-1])
+    return flat.view(numbers.shape)
 
 
 class EightBitAdamW(Stepping):
