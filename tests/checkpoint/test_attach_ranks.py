@@ -14,6 +14,7 @@ def pool():
         yield ranks
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_resumes_on_as_many_ranks_and_on_others(pool, tmp_path):
     """A fresh optimizer has no state that says how it is placed: it lies as its parameters do."""
 

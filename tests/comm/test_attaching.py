@@ -30,6 +30,7 @@ def equal(results: list[dict]) -> bool:
     return all(each["digests"] == results[0]["digests"] for each in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("again", [False, True])
 def test_training_on_after_closing_is_plain_ddp(pool, parts, again):

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from shoestring.comm import DGC, Dense, PowerSGD, Quantize, TopK
-from shoestring.testing import FeatureSuite
+from shoestring.testing import Case, FeatureSuite
 
 
 class CodecSuite(FeatureSuite):
@@ -29,6 +29,10 @@ class TestPowerSGD(FeatureSuite):
     clashes: ClassVar = {"parallel.fsdp": "nothing is left to exchange"}
     exact_across_ranks = False
     tolerance = 0.1
+
+    @pytest.mark.slow  # it compiles
+    def test_composes(self, case: Case) -> None:
+        super().test_composes(case)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from shoestring.memory import Recompute
 from shoestring.optim import SGD, AdamW, Clip, Schedule
 from shoestring.parallel import DDP, FSDP
 from shoestring.precision import Autocast
-from shoestring.testing import Case, FeatureSuite
+from shoestring.testing import FeatureSuite
 
 
 class TestClip(FeatureSuite):
@@ -60,6 +60,7 @@ class TestBF16(FeatureSuite):
     exact_across_ranks = False
 
 
+@pytest.mark.slow
 class TestRecompute(FeatureSuite):
     feature = Recompute(every=2)
 
@@ -80,22 +81,10 @@ class TestTiered(FeatureSuite):
     feature = Tiered(memory_every=2, disk_every=4)
 
 
+@pytest.mark.slow  # each clause compiles anew
 class TestCompile(FeatureSuite):
     feature = Compile(backend="aot_eager")
     stays = ("the thread `tqdm_monitor`",)  # torch's compiler starts it once
-
-    # Each compiles anew (in double precision, after resuming, on other ranks): most of the CPU seconds of this class.
-    @pytest.mark.slow
-    def test_one_rank_equals_two(self, case: Case) -> None:
-        super().test_one_rank_equals_two(case)
-
-    @pytest.mark.slow
-    def test_resumes_bitwise(self, case: Case) -> None:
-        super().test_resumes_bitwise(case)
-
-    @pytest.mark.slow
-    def test_resumes_on_other_ranks(self, case: Case) -> None:
-        super().test_resumes_on_other_ranks(case)
 
 
 @pytest.mark.slow

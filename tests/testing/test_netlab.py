@@ -241,6 +241,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_meets_across_hosts_and_restarts_a_worker_that_is_killed_by_rank(lab, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
