@@ -8,7 +8,7 @@ from functools import cache
 
 from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.optim import cache as samples
-from benchmarks.optim import eight_bit, images, layerwise, text
+from benchmarks.optim import eight_bit, images, layerwise, shared_norms, text
 
 
 def command(argv: Sequence[str]) -> int:
@@ -25,7 +25,14 @@ def command(argv: Sequence[str]) -> int:
         return text.Contest(known.runs / "text", deadline.check)
 
     def rows() -> list[Bar]:
-        return [*layerwise.rows(), *eight_bit.rows(), *samples.rows(), *images.rows(contest), *text.rows(texts)]
+        return [
+            *layerwise.rows(),
+            *eight_bit.rows(),
+            *shared_norms.rows(),
+            *samples.rows(),
+            *images.rows(contest),
+            *text.rows(texts),
+        ]
 
     return main("optim", rows, rest)
 
