@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers import rank_group as circle_module
+from shoestring.checkpoint.tiers.budget import HELD
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import Slot, seals
+from shoestring.memory.broker.tenant import BrokeredMemory, Terms
 from shoestring.testing.checkpointing.known import RunSetup, Trainee
 from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.scenarios import here
@@ -97,6 +100,35 @@ def miscopied(*, folder: str, parity: bool) -> list[Any]:
     later = trainee.checkpointer.safe["peers"]
     trainee.checkpointer.close()
     return [first["peers"], later, said]
+
+
+def called_back(*, folder: str) -> dict[str, Any]:
+    """What each rank holds for the other before rank 1 needs all memory, at the next step, and at the next copy."""
+    trainee = Trainee.of(RunSetup(folder=folder, ranks=2, peers_every=4, disk_every=100))
+    memory = BrokeredMemory(terms=Terms(Path(folder) / "user" / "broker", wait=0.0))
+    checkpointer = trainee.checkpointer
+    checkpointer.world = checkpointer.keeper.world = replace(checkpointer.world, memory=memory)
+    memory.join(watch=False)
+
+    def step(number: int) -> list[Any]:
+        dist.barrier()
+        memory.look()
+        trainee.at(number)
+        checkpointer.wait()
+        checkpointer.capture(False)
+        checkpointer.drain()
+        kept = sum(path.stat().st_blocks for path in checkpointer.folder.glob("held-*"))
+        return [HELD in memory.leases, kept > 0, checkpointer.safe["peers"]]
+
+    with listening() as said:
+        for number in range(1, 5):
+            before = step(number)
+        if dist.get_rank() == 1:
+            memory.take("offload", 1 << 50)
+        after, refused = step(5), [step(number) for number in range(6, 9)][-1]
+    checkpointer.close()
+    memory.leave()
+    return {"before": before, "after": after, "refused": refused, "said": said}
 
 
 def copied(*, folder: str) -> str:

@@ -22,6 +22,15 @@ def test_the_slot_of_what_the_peers_have_stays_until_they_have_something_newer(p
     assert every == [{"own": [4, 6, 7], "restored": [4, ""]}] * 2
 
 
+def test_what_is_held_for_others_is_freed_at_the_next_step_when_it_is_called_back(pool, tmp_path):
+    every = pool.call(ranks_apart.called_back, folder=str(tmp_path))
+    for found in every:
+        assert found["before"] == [True, True, 4]
+        assert found["after"] == [False, False, 4]  # at a step after which nothing is copied
+        assert found["refused"] == [False, False, 4]
+        assert any("others on this host need the" in line for line in found["said"])
+
+
 def test_a_copy_that_is_not_what_was_sent_is_no_copy_on_any_rank(pool, tmp_path):
     said = "rank 1 holds another copy of rank 0's state than was sent"
     assert pool.call(ranks_apart.copied, folder=str(tmp_path)) == [said] * 2

@@ -1,5 +1,9 @@
 """The loss in chunks against torch's own, and in models whose heads make what it leaves out."""
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +15,7 @@ from shoestring.core.job import Job
 from shoestring.core.task import IGNORED
 from shoestring.core.world import World
 from shoestring.decode import Distill
-from shoestring.memory import ChunkedLoss, LoRA, Recompute
+from shoestring.memory import ChunkedLoss, LoRA, Recompute, chunked_loss
 from shoestring.memory.chunked_loss import chunked_cross_entropy
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.precision import Autocast
@@ -37,6 +41,32 @@ def test_values_and_gradients_are_those_of_torch(tokens, bias):
     wanted = torch.autograd.grad(expected / 7, inputs)
     for one, other in zip(torch.autograd.grad(found / 7, inputs), wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def differences(module, tokens):
+    """Largest differences to torch's gradients where ignored targets reach the chunks, as they do on a GPU."""
+    (hidden, weight, offset), targets = drawn()
+    logits = F.linear(hidden, weight, offset)
+    expected = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    flat = hidden.flatten(0, -2), weight, offset, targets.flatten(), tokens, torch.float64
+    found = module._ChunkedCrossEntropy.apply(*flat)
+    torch.testing.assert_close(found, expected)
+    pairs = (torch.autograd.grad(each, (hidden, weight, offset)) for each in (found, expected))
+    return [float((one - other).abs().max()) for one, other in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 100])
+def test_ignored_targets_give_no_gradient_where_they_reach_the_chunks(tokens):
+    assert max(differences(chunked_loss, tokens)) < 1e-12
+
+
+def test_a_backward_pass_without_its_mask_is_seen(monkeypatch):
+    source, mask = Path(chunked_loss.__file__).read_text(), "d_logits *= counted[:, None]"
+    assert source.count(mask) == 1
+    mutant = ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", mutant)
+    exec(source.replace(mask, "pass"), vars(mutant))
+    assert min(differences(mutant, 4)) > 1e-3
 
 
 def test_nothing_of_the_size_of_all_logits_is_held():

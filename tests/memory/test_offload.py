@@ -8,10 +8,12 @@ from torch.nn.functional import cross_entropy
 from shoestring.core.compose import attach, compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
+from shoestring.core.leases import HostMemory
 from shoestring.core.world import World
 from shoestring.memory import Offload
+from shoestring.memory.offload import placement
 from shoestring.memory.offload.host_memory import HostRegion
-from shoestring.memory.offload.placement import LEASE
+from shoestring.memory.offload.placement import LEASE, OnHost
 from shoestring.optim import AdamW
 from shoestring.testing import FeatureSuite, jobs
 
@@ -105,3 +107,46 @@ def test_gradients_of_micro_batches_are_added_in_float32_on_the_host():
                 parameter.copy_(master)
     job.close()
     assert zero_ranks.sums(offloaded) == zero_ranks.sums(by_hand)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def _smaller_masters(self, job, parts, masters, original=OnHost.__init__):
+    original(self, job, parts, False)
+
+
+FAULTS = {
+    "weights that are not written": (
+        lambda: test_a_loop_of_its_own_has_the_bits_of_master_weights_stepped_by_hand(1),
+        (OnHost, "write", lambda self, parts: lambda: None),
+    ),
+    "a micro-batch over the one before": (
+        lambda: test_gradients_of_micro_batches_are_added_in_float32_on_the_host(),
+        (OnHost, "_another", lambda self, name, mean: self.travelling[name]),
+    ),
+    "masters of 16 bits": (
+        lambda: test_a_loop_of_its_own_has_the_bits_of_master_weights_stepped_by_hand(1),
+        (OnHost, "__init__", _smaller_masters),
+    ),
+    "gradients that are kept for the next step": (
+        lambda: test_gradients_of_micro_batches_are_added_in_float32_on_the_host(),
+        (OnHost, "keep", lambda self, part, mean: self.travelling[part.name]),
+    ),
+    "a lease that is not given back": (
+        lambda: test_float32_parameters_are_trained_to_the_bits_of_a_run_without(),
+        (HostMemory, "give", lambda self, name: None),
+    ),
+    "blocks of a power of two": (
+        lambda: test_the_host_s_memory_is_what_is_needed(),
+        (placement, "aligned", lambda nbytes: 1 << (nbytes - 1).bit_length()),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_offloading_is_seen(fault, monkeypatch):
+    check, (owner, name, planted) = FAULTS[fault]
+    monkeypatch.setattr(owner, name, planted)
+    with pytest.raises(AssertionError):
+        check()

@@ -19,7 +19,8 @@ FILE = "memory.npz"
 
 @dataclass(frozen=True)
 class ViewMemory:
-    """Write a recording of memory as one HTML page that works offline, and show its peak here."""
+    """Write a recording of memory as one HTML page that works offline, and show here its peak and what a static plan of
+    its addresses would take."""
 
     file: Positional[Path]
     """File with the recording, or the folder of a run that has one."""
@@ -29,12 +30,13 @@ class ViewMemory:
     """Number of tensors to show here, the largest first."""
 
     def run(self) -> int:
+        from shoestring.memory import allocation_plan
         from shoestring.memory.tracing import page
         from shoestring.memory.tracing.summary import summary
 
         path = recording_of(self.file)
         profile = _loaded(path)
-        print("\n".join(summary(profile, self.tensors)))
+        print("\n".join([*summary(profile, self.tensors), *allocation_plan.described(profile)]))
         print(f"\npage: {page.write(profile, self.out or path.with_suffix('.html'))}")
         return 0
 

@@ -84,7 +84,7 @@ class Shared:
         table = _HEAD.size + samples * _ENTRY.itemsize
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with self._alone():
-            if os.fstat(self.file).st_size != table + room:
+            if os.fstat(self.file).st_size != table + room or self._given_back_and_left():
                 os.ftruncate(self.file, 0)
                 os.ftruncate(self.file, table + room)
                 os.pwrite(self.file, _HEAD.pack(_MAGIC, samples, room, 0), 0)
@@ -93,6 +93,15 @@ class Shared:
         self.table, self.room = table, room
         self.entries = np.frombuffer(self.memory, _ENTRY, samples, _HEAD.size)
         self.bytes = np.frombuffer(self.memory, np.uint8)
+
+    def _given_back_and_left(self) -> bool:
+        """Whether there is no room any more, and nobody has the file open for whom that must stay so."""
+        if _HEAD.unpack(os.pread(self.file, _HEAD.size, 0))[2]:
+            return False
+        with suppress(OSError):
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -135,6 +144,20 @@ class Shared:
         self.entries["crc"][number] = folded_crc32(np.frombuffer(raw, np.uint8))
         self.entries["length"][number] = len(raw)  # last: from now on it is read
         return True
+
+    def give_back(self) -> None:
+        """Free the memory, and keep nothing from now on, in all processes that share it.
+
+        They go on reading: what is gone is zeros, which no checksum matches. What one of them is writing just now is
+        still written.
+        """
+        with self._alone():
+            magic, samples, _, _ = _HEAD.unpack_from(self.memory)
+            _HEAD.pack_into(self.memory, 0, magic, samples, 0, 0)
+            self.entries["length"] = 0
+            begin = -(-self.table // mmap.PAGESIZE) * mmap.PAGESIZE
+            if begin < len(self.memory):
+                self.memory.madvise(mmap.MADV_REMOVE, begin, len(self.memory) - begin)
 
     def close(self) -> None:
         with suppress(OSError):

@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.feature import Phase
+from shoestring.core.job import Job
 from shoestring.core.leases import Priority
 from shoestring.core.task import Batch
 from shoestring.core.world import World
@@ -32,6 +34,9 @@ from shoestring.run import Run
 
 log = logging.getLogger("shoestring.data")
 
+_SAMPLES = "samples"
+"""Name of the lease of the memory in which samples are kept."""
+
 
 @dataclass(frozen=True)
 class DataSets:
@@ -45,6 +50,19 @@ class DataSets:
         """Give back the memory of a cache."""
         if isinstance(self.train, Cached):
             self.train.close()
+
+    def answer_calls(self, job: Job) -> None:
+        """Give the memory of a cache back between two steps, once others on this host need it; see `Priority`."""
+        shared, memory = self.train.shared if isinstance(self.train, Cached) else None, job.world.memory
+
+        def answer() -> None:
+            if shared is not None and _SAMPLES in memory.called_back:
+                shared.give_back()
+                memory.give(_SAMPLES)
+                log.warning("others on this host need the memory of data.cache_memory: samples are not kept in it now")
+
+        if _SAMPLES in memory.leases:
+            job.at(Phase.CAPTURE, answer)
 
     @property
     def model_arguments(self) -> dict[str, Any]:
@@ -193,7 +211,7 @@ def _own(run: Run, world: World) -> DataSets:
 def _cached(dataset: Dataset[Any], settings: Data, world: World) -> Dataset[Any]:
     """The data set behind the cache that the run asks for."""
     memory, disk = (int(gib * 2**30) for gib in (settings.cache_memory, settings.cache_disk))
-    if memory and world.local_rank == 0 and not world.memory.take("samples", memory, Priority.CACHE):
+    if memory and world.local_rank == 0 and not world.memory.take(_SAMPLES, memory, Priority.CACHE):
         log.warning("there is no memory for data.cache_memory, so samples are not kept in it: %s", world.memory)
         memory = 0
     if not (memory or disk):

@@ -68,6 +68,7 @@ def train(
         world.agree(lambda: remember(run.settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(build_job(run, world, data, trace))
+        data.answer_calls(job)
         if record is not None:
             facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
             record.begin(path, world.rank, lambda: job.progress.step, **facts)

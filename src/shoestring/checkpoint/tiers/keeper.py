@@ -111,6 +111,17 @@ class Keeper:
         self._reads, self._nbytes = slot, sum(map(len, slot.parts(KINDS).values()))
         self._keeping = self._thread.submit(self._keep, sealing, slot, frozenset(levels), record)
 
+    def answer_calls(self) -> None:
+        """Free what is held for other hosts, if others on this host need its memory; what is kept next may return."""
+        if self.idle and (reason := budget.called_back(self.world.memory, budget.HELD)):
+            self._free_held()
+            self.standing.lacks(PEERS, reason)
+
+    def _free_held(self) -> None:
+        for each in self.held:
+            each.close()
+        self.world.memory.give(budget.HELD)
+
     def drain(self) -> None:
         """Wait until nothing is under way."""
         if self._keeping is not None:
@@ -171,9 +182,7 @@ class Keeper:
             nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
         reason = budget.lacking(self.world.memory, budget.HELD, len(self.held), nbytes)
         if reason:
-            for each in self.held:
-                each.close()
-            self.world.memory.give(budget.HELD)
+            self._free_held()
         return self._any(slot.lacking or reason)
 
     def _persist(self, slot: Slot, record: Record) -> None:

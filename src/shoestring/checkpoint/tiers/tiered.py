@@ -116,6 +116,7 @@ class Checkpointer:
             self.begin()
         self.finished = self._last = False
         self.schedule.stepped(began, step, beside=not self.keeper.idle)
+        self.keeper.answer_calls()
         if self._fits and self.keeper.idle and (reason := budget.called_back(self.world.memory, budget.OWN)):
             self._give_back(self.own[0], reason)
         if last:
