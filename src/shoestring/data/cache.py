@@ -96,11 +96,9 @@ class Shared:
 
     def _given_back_and_left(self) -> bool:
         """Whether there is no room any more, and nobody has the file open for whom that must stay so."""
-        if _HEAD.unpack(os.pread(self.file, _HEAD.size, 0))[2]:
-            return False
         with suppress(OSError):
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return not _HEAD.unpack(os.pread(self.file, _HEAD.size, 0))[2]
         return False
 
     @contextmanager
@@ -146,18 +144,15 @@ class Shared:
         return True
 
     def give_back(self) -> None:
-        """Free the memory, and keep nothing from now on, in all processes that share it.
-
-        They go on reading: what is gone is zeros, which no checksum matches. What one of them is writing just now is
-        still written.
-        """
+        """Free the memory, and keep nothing from now on, in all processes that share it; what is gone reads as zeros,
+        which no checksum matches."""
         with self._alone():
             magic, samples, _, _ = _HEAD.unpack_from(self.memory)
             _HEAD.pack_into(self.memory, 0, magic, samples, 0, 0)
             self.entries["length"] = 0
-            begin = -(-self.table // mmap.PAGESIZE) * mmap.PAGESIZE
+            begin = self.table + -self.table % mmap.PAGESIZE
             if begin < len(self.memory):
-                self.memory.madvise(mmap.MADV_REMOVE, begin, len(self.memory) - begin)
+                self.memory.madvise(mmap.MADV_REMOVE, begin)
 
     def close(self) -> None:
         with suppress(OSError):
