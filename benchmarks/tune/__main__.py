@@ -6,17 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from benchmarks.harness import Bar, main, resumable
+from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.tune import crowd, dashboard, functions, kills, studies
 
 
 def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = resumable("tune").parse_known_args(argv)
+    deadline = Deadline(60 * known.budget)
 
     def rows() -> list[Bar]:
         areas = (kills, crowd, functions, studies)
-        return [*(bar for area in areas for bar in area.rows(known.runs)), *dashboard.rows()]
+        return [*(bar for area in areas for bar in area.rows(known.runs, deadline.check)), *dashboard.rows()]
 
     return main("tune", rows, rest)
 

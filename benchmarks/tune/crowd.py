@@ -99,14 +99,14 @@ def synchronous(pauses: dict[int, float], losses: dict[int, float], schedule: Ha
     return used / (BUSY * spent)
 
 
-def rows(runs: Path) -> list[Bar]:
+def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
     """The bars."""
 
     def of_crowd(value: Callable[[dict[str, Any]], float]) -> Callable[[Deadline], Measured | NotRun]:
-        def measured(deadline: Deadline) -> Measured | NotRun:
+        def measured(_: Deadline) -> Measured | NotRun:
             if programs() is None:
                 return NotRun("PostgreSQL is not installed")
-            found = stored(runs / "crowd.json", deadline.check, crowd)
+            found = stored(runs / "crowd.json", check, crowd)
             each = ", ".join(
                 f"{name} {1e3 * statistics.median(seconds):.1f} ms of {len(seconds):,}"
                 for name, seconds in found["requests"].items()
@@ -116,8 +116,8 @@ def rows(runs: Path) -> list[Bar]:
 
         return measured
 
-    def used(deadline: Deadline) -> Measured:
-        found = stored(runs / "busy.json", deadline.check, busy)
+    def used(_: Deadline) -> Measured:
+        found = stored(runs / "busy.json", check, busy)
         note = f"{found['seconds']:.0f} s; synchronous halving of the same trials, computed: {found['synchronous']:.1%}"
         return Measured(found["share"], note)
 

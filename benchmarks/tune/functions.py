@@ -118,7 +118,7 @@ def _sampler(method: str, space: tuple[Dimension, ...], seed: int) -> BaseSample
 CASES = {"gp": ("gp", 1), "gp-batch": ("gp", BATCH), "random": ("random", BATCH), "optuna-tpe": ("optuna-tpe", BATCH)}
 
 
-def found(runs: Path, deadline: Deadline, case: str) -> dict[str, list[int]]:
+def found(runs: Path, check: Callable[[], None], case: str) -> dict[str, list[int]]:
     """For each function the trials of all seeds, measured where they are missing."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     optuna_warnings_off()
@@ -129,7 +129,7 @@ def found(runs: Path, deadline: Deadline, case: str) -> dict[str, list[int]]:
         return {"trials": [trials_to_target(name, method, batch, seed, goal) for seed in range(SEEDS)]}
 
     return {
-        name: stored(runs / f"{case}-{name}.json", deadline.check, lambda name=name: measure(name))["trials"]
+        name: stored(runs / f"{case}-{name}.json", check, lambda name=name: measure(name))["trials"]
         for name in FUNCTIONS
     }
 
@@ -146,11 +146,11 @@ def ratio(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> Measured:
     return Measured(math.exp(float(np.mean(list(logs.values())))), each)
 
 
-def rows(runs: Path) -> list[Bar]:
+def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
     """The bars."""
 
     def compared(ours: str, theirs: str) -> Callable[[Deadline], Measured]:
-        return lambda deadline: ratio(found(runs, deadline, ours), found(runs, deadline, theirs))
+        return lambda _: ratio(found(runs, check, ours), found(runs, check, theirs))
 
     said = "six functions, 20 seeds, the target that half of all random searches reach in 100 trials"
     seeds = tuple(range(SEEDS))

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import Bar, Deadline, Measured, NotRun, stored
+from benchmarks.harness import Bar, Measured, NotRun, stored
 from benchmarks.tune import toy_worker
 from benchmarks.tune.postgresql import PostgresServer, programs
 from benchmarks.tune.toy_trial import undisturbed
@@ -122,14 +122,14 @@ def _outcome(worker: Any, folder: Path, kills: int, stalls: int, outages: int) -
             "outages": outages}  # fmt: skip
 
 
-def rows(runs: Path) -> list[Bar]:
+def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
     """The bars."""
 
-    def all_batches(deadline: Deadline, value: Callable[[list[dict[str, Any]]], float]) -> Measured | NotRun:
+    def all_batches(value: Callable[[list[dict[str, Any]]], float]) -> Measured | NotRun:
         if programs() is None:
             return NotRun("PostgreSQL is not installed")
         found = [
-            stored(runs / f"kills-{number}.json", deadline.check, lambda number=number: batch(number))
+            stored(runs / f"kills-{number}.json", check, lambda number=number: batch(number))
             for number in range(BATCHES)
         ]
         counts = ", ".join(f"{sum(each[name] for each in found):,} {name}" for name in ("kills", "stalls", "outages"))
@@ -149,16 +149,14 @@ def rows(runs: Path) -> list[Bar]:
             f"trials without exactly one result, or with another than an undisturbed trial's, bit by bit; {said}",
             "<=",
             0.0,
-            measure=lambda deadline: all_batches(
-                deadline, lambda found: float(sum(len(each["wrong"]) for each in found))
-            ),
+            measure=lambda _: all_batches(lambda found: float(sum(len(each["wrong"]) for each in found))),
         ),
         Bar(
             "tune.kills-repeated",
             f"save intervals that are repeated for each lease that ended early; {said}",
             "<=",
             1.0,
-            measure=lambda deadline: all_batches(deadline, repeated),
+            measure=lambda _: all_batches(repeated),
         ),
     ]
 

@@ -67,27 +67,27 @@ def population(method: str, seed: int) -> dict[str, Any]:
     return study(tables, RUN | {"run": RUN["run"] | {"seed": seed}, "optim": optim}, SPACE)
 
 
-def rows(runs: Path) -> list[Bar]:
+def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
     """The bars."""
 
-    def found(deadline: Deadline, kind: Callable[[str, int], dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    def found(kind: Callable[[str, int], dict[str, Any]], what: str) -> list[dict[str, Any]]:
         return [
-            stored(runs / f"{kind.__name__}-{what}-{seed}.json", deadline.check, lambda seed=seed: kind(what, seed))
+            stored(runs / f"{kind.__name__}-{what}-{seed}.json", check, lambda seed=seed: kind(what, seed))
             for seed in SEEDS
         ]
 
-    def against_random(deadline: Deadline) -> Measured:
+    def against_random(_: Deadline) -> Measured:
         """At the hours of whichever ended first."""
         gaps = []
-        pairs = zip(found(deadline, search, "gp"), found(deadline, search, "random"), strict=True)
+        pairs = zip(found(search, "gp"), found(search, "random"), strict=True)
         for ours, theirs in pairs:
             hours = min(ours["hours"], theirs["hours"])
             best = [min(value for spent, value in each["curve"] if spent <= hours) for each in (ours, theirs)]
             gaps.append(best[0] - best[1])
         return Measured(statistics.mean(gaps), "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
-    def against_fixed(deadline: Deadline, method: str) -> Measured:
-        pairs = zip(found(deadline, population, method), found(deadline, search, "random"), strict=True)
+    def against_fixed(method: str) -> Measured:
+        pairs = zip(found(population, method), found(search, "random"), strict=True)
         gaps = [ours["best"] - theirs["best"] for ours, theirs in pairs]
         return Measured(statistics.mean(gaps), "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
@@ -110,7 +110,7 @@ def rows(runs: Path) -> list[Bar]:
                 f"held-out loss of the best of {MEMBERS} members under {method.upper()} less that of {fixed}; {small}",
                 "<=",
                 0.0,
-                lambda deadline, method=method: against_fixed(deadline, method),
+                lambda _, method=method: against_fixed(method),
                 baseline="fixed schedules",
                 seeds=SEEDS,
             )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shoestring.report import figures
 from shoestring.tune.progress import StudyProgress, drawing, ending, headline
 from shoestring.tune.settings import Halving, Population, Study
 from shoestring.tune.space import Dimension
@@ -75,6 +76,8 @@ def test_studies_are_compared_by_hours_to_what_all_reached(tmp_path):
     quick = record_of(name="gp", better=0.5)
     text = write([quick, random], tmp_path / "a.html").read_text()
     assert "which all of them reached" in text and ">random<" in text
+    worst = figures.plain(quick.ranked[-1].value)
+    assert f">{worst}</text>" in text, "the end of the objective's axis"
 
 
 def test_progress_is_a_line_for_each_trial_that_ends():

@@ -65,6 +65,8 @@ def parallel(record: StudyRecord) -> Markup:
         kind = "winner" if rank == 0 else "top" if rank < tops else "faint"
         said = f"trial {trial.number}: {figures.plain(trial.value or 0.0)}"
         parts.append(path([*points, (places[-1], own(trial.value or 0.0))], kind, said))
+    for value in dict.fromkeys((own.low, own.high)):
+        parts.append(text(places[-1] + 8, own(value) + 4, figures.plain(value), anchor="start"))
     note = (
         "The thick line is the best trial, green lines are the best fifth. A setting that does not exist is left out."
     )
