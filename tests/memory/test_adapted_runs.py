@@ -202,6 +202,7 @@ def test_a_run_writes_a_merged_model_and_its_adapter_and_another_run_goes_on_fro
     assert "was trained on other weights than this model has" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys):
     tokenizer().save_pretrained(tmp_path / "base", 64)
     save_pretrained(gpt(vocab_size=259), tmp_path / "base")

@@ -106,8 +106,9 @@ def test_ranks_divide_the_state(run_file):
     assert any(isinstance(each, memory.Zero) for each in fitted.features), budget.chosen
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_run_stays_below_it(run_file, search, tmp_path, capsys, workers):
     budget = 0.5 * chosen(search, 1.0)[1].without_gib
     flags = ["--run.folder", str(tmp_path), "--memory.budget.gib", str(budget), "--memory.tracing"]
