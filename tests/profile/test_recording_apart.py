@@ -1,5 +1,7 @@
-"""Recording by torch.profiler with stacks, in a process of its own: on Python 3.11 a later garbage collection in the same
-process may end it with a segmentation fault."""
+"""Recording by torch.profiler with stacks, in a process of its own.
+
+On Python 3.11, a later garbage collection in the same process may end it with a segmentation fault.
+"""
 
 import os
 import subprocess
