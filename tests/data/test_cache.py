@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import tomllib
 from multiprocessing import get_context
 
@@ -21,6 +20,7 @@ from shoestring.data.images import Images
 from shoestring.data.loader import Loader
 from shoestring.run import parse
 from shoestring.training.loop import train
+from tests.waiting import until
 
 LIMIT = 60  # seconds for what takes a hundredth of one
 
@@ -52,14 +52,6 @@ class Remote(Store):
         return {"inputs": torch.tensor(list(raw[:4])), "length": len(raw)}
 
     __getitem__ = None
-
-
-def until(condition):
-    """Wait for what another thread does."""
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 
 from tests.browser import Browser, needs_chromium
 from tests.decode.small_server import running
-from tests.decode.test_server_limits import KEYS, until
+from tests.decode.test_server_limits import KEYS
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 

@@ -18,6 +18,7 @@ from shoestring.decode.serve.server import listen
 from shoestring.decode.serve.settings import Serving, is_loopback, read_keys
 from shoestring.models.saving import save_model
 from tests.decode.small_server import CHATML, model, received, running, tokenizer
+from tests.waiting import until
 
 KEYS = ("a-key-of-16-chars", "another-key-of-some-length")
 
@@ -32,14 +33,6 @@ def posted(content, path="/v1/completions", headers=()):
 
 def status(answer):
     return int(answer.split(b" ", 2)[1])
-
-
-def until(true, seconds=10.0):
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.005)
 
 
 @contextmanager

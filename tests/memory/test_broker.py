@@ -16,6 +16,7 @@ from shoestring.memory import Broker
 from shoestring.memory.broker.tenant import LASTS, BrokeredMemory, Sights, Terms
 from shoestring.planning.system import memory_bounds
 from shoestring.testing.checkpointing.surroundings import listening
+from tests.waiting import until
 
 GIB = 1 << 30
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -25,15 +26,6 @@ LIMIT = 60  # seconds for what takes a hundredth of one
 @pytest.fixture
 def host(tmp_path):
     return Pretended(tmp_path / "user" / "broker")
-
-
-def eventually(condition):
-    """Wait until something is so that other threads or processes do."""
-    until = time.monotonic() + LIMIT
-    while not (found := condition()):
-        assert time.monotonic() < until, "it never happened"
-        time.sleep(0.002)
-    return found
 
 
 # -- what core's leases promise, on a host that others use, too -------------------------------------------------------
@@ -138,10 +130,10 @@ def test_a_callback_that_fails_keeps_the_thread(host):
     one.when_called("b", lambda: 1 // 0)
     with listening() as said:
         assert other.take("needed", 300)
-        eventually(lambda: [line for line in said if "could not be given" in line])
+        until(lambda: [line for line in said if "could not be given" in line])
     one.when_called("b", lambda: one.give("b"))
     host.now += 1
-    eventually(lambda: list(one.leases) == ["a"])
+    until(lambda: list(one.leases) == ["a"])
     one.leave(), other.leave()
 
 

@@ -14,6 +14,7 @@ from shoestring.profile.jax_programs import parse_program
 from shoestring.profile.jax_windows import Dispatch, Executed, Window
 from shoestring.profile.lines import by_line
 from shoestring.profile.tree import NodeKind
+from tests.waiting import until
 
 MODULE = """HloModule jit_step, is_scheduled=true
 
@@ -212,14 +213,11 @@ def test_memory_is_bounded_and_jitted_functions_are_called_as_before(program):
     assert all(later <= earlier + 3 for earlier, later in zip(*rows, strict=True)), rows
 
 
-def listened_to_compilations(limit=20.0):
+def listened_to_compilations():
     """Return once the collector's thread hears of compilations."""
-    from jax._src.monitoring import get_event_duration_listeners
+    from jax._src.monitoring import get_event_duration_listeners as listeners
 
-    began = time.perf_counter()
-    while not any(isinstance(getattr(each, "__self__", None), Compilations) for each in get_event_duration_listeners()):
-        assert time.perf_counter() - began < limit, "nobody listens to compilations"
-        time.sleep(0.005)
+    until(lambda: any(isinstance(getattr(each, "__self__", None), Compilations) for each in listeners()))
 
 
 @pytest.mark.slow

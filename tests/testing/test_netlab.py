@@ -22,6 +22,7 @@ from shoestring.testing.netlab.leftovers import (
     start_owner,
     surroundings,
 )
+from tests.waiting import until
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -29,15 +30,6 @@ pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=
 
 def python(program, *arguments):
     return [sys.executable, "-S", "-c", textwrap.dedent(program), *map(str, arguments)]
-
-
-def until(done, timeout=60.0):
-    """Ask again and again; that it takes long is no failure, that it never comes is."""
-    end = time.monotonic() + timeout
-    while not (result := done()):
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +241,7 @@ def test_torchrun_meets_across_hosts_and_restarts_a_worker_that_is_killed_by_ran
     # Else the second attempt may read the first one's addresses: github.com/pytorch/pytorch/issues/135712
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     job = lab.torchrun([str(script), str(tmp_path / "been")], max_restarts=2, env=env)
-    until(lambda: all("first rank" in job.output(host) for host in lab.hosts), timeout=120)
+    until(lambda: all("first rank" in job.output(host) for host in lab.hosts), seconds=120)
     assert lab.bytes(0).tx - before > 1_000_000  # the ring all-reduce of 1 MB went over the wire
     lab.kill(rank=1)
     job.check(timeout=120)

@@ -1,12 +1,12 @@
 """Two hosts train over a slow link, lose something, resume from the last checkpoint, and end as an undisturbed run."""
 
 import shutil
-import time
 
 import pytest
 
 from shoestring.testing.netlab import DISK, netlab, netlab_available
 from shoestring.testing.netlab.lab_run import EVERY, STEPS, STRIKE, LabRun, undisturbed
+from tests.waiting import until
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -30,13 +30,6 @@ def lab(lab_run):
         yield lab
 
 
-def until(done, timeout=120.0):
-    end = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.05)
-
-
 def test_two_hosts_end_with_the_losses_of_two_local_ranks(lab, lab_run, expected):
     job = undisturbed(lab, lab_run, "undisturbed")
     assert lab_run.losses("undisturbed") == expected
@@ -49,7 +42,7 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
 
     lab_run.reach(job, "struck", STRIKE)
     lab.kill(1)
-    until(lambda: f"resumed from step {STRIKE - STRIKE % EVERY}; " in job.output(0))
+    until(lambda: f"resumed from step {STRIKE - STRIKE % EVERY}; " in job.output(0), seconds=120)
     assert "are repeated, up to" in job.output(0)
     assert job.output(0).count("error: rank 0 on host0 has lost rank 1 on host1: ") == 1
 
@@ -57,12 +50,12 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
     lab.remove(1)
     lab.add(1)
     job.join(1)
-    until(lambda: job.output(0).count("resumed from step") == 2)
+    until(lambda: job.output(0).count("resumed from step") == 2, seconds=120)
     assert job.output(0).count("error: rank 0 on host0 has lost rank 1 on host1: ") == 2
 
     lab_run.reach(job, "struck", 3 * STRIKE)
     lab.cut(1)
-    until(lambda: "reaches neither" in job.output(1) and job.output(0).count("error: ") == 3)
+    until(lambda: "reaches neither" in job.output(1) and job.output(0).count("error: ") == 3, seconds=120)
     lab.mend(1)
     assert "error: rank 0 on host0 has lost rank 1 on host1: nothing arrived for 6 s" in job.output(0)
     assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the rendezvous store" in job.output(1)
@@ -76,10 +69,10 @@ def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_conti
     job = lab_run.start(lab, "first", "--run.timeout", "6")
     lab_run.reach(job, "first", STRIKE)
     lab.remove(0)
-    until(lambda: "error: " in job.output(1))
+    until(lambda: "error: " in job.output(1), seconds=120)
     assert "error: rank 1 on host1 reaches neither rank 0 on host0 nor the rendezvous store" in job.output(1)
     lab.add(0)
-    until(lambda: job.codes()[1] is not None)
+    until(lambda: job.codes()[1] is not None, seconds=120)
     assert "RendezvousConnectionError" in job.output(1)
     again = lab_run.start(lab, "first")
     again.check(120)

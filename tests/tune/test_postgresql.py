@@ -1,7 +1,6 @@
 """Studies on a PostgreSQL that the test starts and ends itself; skipped where it is not installed."""
 
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from benchmarks.tune.postgresql import PostgresServer, programs
 from benchmarks.tune.toy_trial import undisturbed
 from shoestring.core.errors import ConfigError
 from shoestring.tune.store import Store, connect
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(programs() is None, reason="PostgreSQL is not installed")]
 
@@ -57,9 +57,7 @@ def test_three_workers_share_a_study(server, tmp_path):
 def test_a_server_that_crashes_and_comes_back_costs_no_trial(server, tmp_path):
     workers = fresh(server, tmp_path, "crashed")
     threads = run_together(workers)
-    until = time.monotonic() + 120
-    while not any(trial.step for trial in workers[0].store.trials()) and time.monotonic() < until:
-        time.sleep(0.05)
+    until(lambda: any(trial.step for trial in workers[0].store.trials()), seconds=120)
     server.stop()
     server.start()
     check(workers, threads)

@@ -17,6 +17,7 @@ from benchmarks.tune.toy_trial import undisturbed
 from shoestring.tune.process import TrialProcess, end_former
 from shoestring.tune.settings import Halving
 from shoestring.tune.store import Store, connect
+from tests.waiting import until
 
 KILLS, STALLS = 40, 10
 
@@ -71,24 +72,21 @@ def test_what_a_killed_worker_did_not_publish_another_one_does_after_its_lease(t
 
 def test_a_preempted_trial_is_saved_and_given_back(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 2000, 0.005)
-    runs = threading.Thread(target=lambda: until_steps(tmp_path / "trial-0", 20, worker.stop))
+    log = tmp_path / "trial-0" / "steps.log"
+
+    def preempts():
+        try:
+            until(lambda: log.exists() and len(log.read_text().split()) >= 20)
+        finally:
+            worker.stop.set()
+
+    runs = threading.Thread(target=preempts)
     runs.start()
     worker.run()
     runs.join()
     (trial,) = worker.store.trials()
     assert trial.state == "ready" and trial.step >= 20, "it saved at the step after the signal"
-    lines = (tmp_path / "trial-0" / "steps.log").read_text().split()
-    assert trial.step == int(lines[-1])
-
-
-def until_steps(folder, number, then):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        log = folder / "steps.log"
-        if log.exists() and len(log.read_text().split()) >= number:
-            break
-        time.sleep(0.02)
-    then.set()
+    assert trial.step == int(log.read_text().split()[-1])
 
 
 def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp_path):
@@ -144,7 +142,7 @@ def test_workers_that_propose_at_once_do_not_repeat_each_other(tmp_path, method)
 
 
 def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
-    trial = TrialProcess([sys.executable, "-I", "-c", "import time; time.sleep(600)"], tmp_path, "loss")
+    trial = TrialProcess([sys.executable, "-I", "-c", "import signal; signal.pause()"], tmp_path, "loss")
     place = trial.place
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     end_former("elsewhere " + place.partition(" ")[2])
@@ -156,22 +154,17 @@ def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
 
 def test_a_trial_dies_with_its_worker(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from shoestring.tune.process import TrialProcess; import time\n"
-        "trial = \"print('begun', flush=True); import time; time.sleep(600)\"\n"
+        "import sys; from pathlib import Path; from shoestring.tune.process import TrialProcess; import signal\n"
+        "trial = \"print('begun', flush=True); import signal; signal.pause()\"\n"
         "t = TrialProcess([sys.executable, '-I', '-c', trial], Path(sys.argv[1]), 'loss')\n"
-        "print(t.place, flush=True); time.sleep(600)"
+        "print(t.place, flush=True); signal.pause()"
     )
     worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     pid = int(worker.stdout.readline().split()[1])
-    deadline = time.monotonic() + 60
-    while "begun" not in (tmp_path / "trial.log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.02)  # before that it ends by itself when its parent is gone
+    until(lambda: "begun" in (tmp_path / "trial.log").read_text())  # before that it ends by itself without a parent
     worker.kill()
     worker.communicate(timeout=30)
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
+    until(lambda: not alive(pid))
 
 
 def alive(pid):
