@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +86,8 @@ class Serve:
             self.model, settings, speculation, self.passes, slots=self.slots, context=self.context, name=self.name
         )
         said = f"{app.served.name} at {url_of(listener)}: {self.slots} slots of {app.served.context} tokens"
+        import asyncio  # a tenth of what `shoestring --help` takes
+
         asyncio.run(serve(app, listener, ready=lambda: print(said, flush=True)))
         return 0
 

@@ -44,11 +44,10 @@ class TorchCollector:
             reason,
             EVERY,
         )
-        self.windows = TorchWindows(EventFold())
 
     def start(self) -> None:
         """Begin to record."""
-        self.happenings, self.clock = Happenings(), StepClock(self._stepped)
+        self.windows, self.happenings, self.clock = TorchWindows(EventFold()), Happenings(), StepClock(self._stepped)
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.began, self.began_processor = time.perf_counter(), time.process_time()

@@ -1,29 +1,37 @@
 """Windows of torch.profiler with Python's stacks, folded into a tree as they end: operators, kernels, or both.
 
-torch keeps every event of a window in memory, and takes long to end one, so windows are single optimizer steps. A
-program without an optimizer has one window of all that it does. What an accelerator ran has the correlation id of the
-operator that launched it.
+torch keeps every event of a window in memory, and takes long to end one, so windows are single optimizer steps, but for
+the first. A program without an optimizer has one window of all that it does. What an accelerator ran has the
+correlation id of the operator that launched it.
+
+Two faults of torch (seen in 2.13) are kept away from. A named part (`record_function`) that begins in one window and
+ends in another writes to memory of the first, which is freed: so no window opens while there is such a part, and
+`Optimizer.step`, at the end of which windows open and close, is one. And the name of code that is gone when a window
+ends, such as a module's after its import, is read all the same: so it is held until then.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch._C import _profiler as profiling
+from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
 FIRST_STEPS, EVERY = 2, 20
-"""Steps that are recorded at first, and of how many one is recorded then."""
+"""Steps of the first window, and of how many one is recorded then."""
 
 BACKWARD, SPAN = 1, 7
 """torch's scopes of a function of the backward pass, and of a named part; others are of operators."""
@@ -208,10 +216,7 @@ class EventFold:
         return node
 
     def _line(self, above: int, frame: Any) -> int:
-        try:
-            name = f"{_whole(frame.file_name)}\t{frame.function_name}"
-        except UnicodeDecodeError:  # torch hands out a text that it has freed, now and then
-            return above
+        name = f"{_whole(frame.file_name)}\t{frame.function_name}"
         return self.builder.node(above, NodeKind.PYTHON, name, frame.line_number)
 
 
@@ -228,23 +233,30 @@ def _whole(file: str) -> str:
 
 
 class TorchWindows:
-    """Opens a window of torch.profiler at the first steps and then at one of `EVERY`, and folds each as it ends."""
+    """Opens a window of torch.profiler for the first steps and then for one of `EVERY`, and folds each as it ends."""
 
     def __init__(self, fold: EventFold) -> None:
         self.fold = fold
         self.profiler: Any = None
-        self.recorded, self.overhead, self.covered = 0.0, 0.0, 0
+        self.recorded, self.overhead, self.covered, self.skipped = 0.0, 0.0, 0, 0
+        self.executed, self.parts, self.hooks = _executed(), _Parts(), ExitStack()
+        self.hooks.enter_context(self.parts.seen())
 
     def stepped(self, steps: int) -> None:
         """An optimizer step has ended; so many have."""
         if self.profiler is not None:
-            self.close(1 if steps <= FIRST_STEPS else steps - self.covered, steps)
-        if steps < FIRST_STEPS or steps % EVERY == EVERY - 1:
-            self.open()
+            if steps >= FIRST_STEPS:
+                self.close(1 if steps <= FIRST_STEPS else steps - self.covered, steps)
+        elif steps == 1 or steps % EVERY == EVERY - 1:
+            if self.parts.unfinished:
+                self.skipped += 1
+            else:
+                self.open()
 
     def finish(self, steps: int) -> None:
         """The program has ended, after so many steps."""
         self.close(max(steps - self.covered, 1), steps)
+        self.hooks.close()
 
     def open(self) -> None:
         """Begin a window."""
@@ -252,6 +264,7 @@ class TorchWindows:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities, with_stack=True)
+        self.executed.holding = self.parts.window = True
         began = time.perf_counter()
         self.profiler.start()
         self.opened = time.perf_counter()
@@ -265,10 +278,62 @@ class TorchWindows:
         self.recorded += began - self.opened
         self.profiler.stop()
         self.fold.add(self.profiler.profiler.kineto_results, weight)
+        self.executed.holding = self.parts.window = False
+        self.executed.code.clear()
         self.profiler, self.covered = None, steps
         self.overhead += time.perf_counter() - began
 
     def unseen(self) -> list[str]:
         """Sentences on what left no record."""
-        lost = self.fold.dropped
-        return [f"{lost:,} kernels that were launched in the recorded steps left no record."] if lost else []
+        said = []
+        if lost := self.fold.dropped:
+            said.append(f"{lost:,} kernels that were launched in the recorded steps left no record.")
+        if self.skipped:
+            said.append(
+                f"{self.skipped:,} steps were not recorded: a named part was open that began in an earlier one."
+            )
+        return said
+
+
+class _Parts:
+    """Sees named parts begin and end, to say which began in a window and have not ended."""
+
+    def __init__(self) -> None:
+        self.unfinished, self.window = set[int](), False
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """While this lasts, parts are seen."""
+        enter, leave = record_function.__enter__, record_function.__exit__
+
+        def entered(part: record_function) -> Any:
+            if self.window:
+                self.unfinished.add(id(part))
+            return enter(part)
+
+        def left(part: record_function, *error: Any) -> None:
+            self.unfinished.discard(id(part))
+            leave(part, *error)
+
+        with patch.multiple(record_function, __enter__=entered, __exit__=left):
+            yield
+
+
+@dataclass
+class _Executed:
+    """Code that was executed while a window was open, such as that of modules."""
+
+    holding: bool = False
+    code: list[Any] = field(default_factory=list)
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.holding and event == "exec":
+            self.code.append(arguments[0])
+
+
+@cache
+def _executed() -> _Executed:
+    """That of this process, for an audit hook cannot be removed."""
+    executed = _Executed()
+    sys.addaudithook(executed.hook)
+    return executed
