@@ -189,6 +189,15 @@ def test_an_empty_data_set_is_refused():
         Loader(Numbers(0), batch=1)
 
 
+def test_a_batch_of_more_than_the_data_set_has_is_said(caplog):
+    loader = Loader(Numbers(3), batch=8)
+    assert "a batch of 8 takes samples more than once: the data set has 3" in caplog.text
+    assert len(next(iter(loader))[0]["ids"]) == 8
+    caplog.clear()
+    Loader(Numbers(8), batch=8)
+    assert not caplog.text
+
+
 class Targeted(Numbers):
     def __getitem__(self, index):
         return {"targets": torch.tensor([index, index])}

@@ -120,6 +120,17 @@ def test_many_ranks_are_shown_as_the_least_and_the_most(new):
     assert "least" in text and "rank 8" not in text
 
 
+def test_a_run_on_images_counts_samples(new):
+    folder = new("images").settings().metrics().summary()
+    lines = (folder.path / "metrics.jsonl").read_text().replace("tokens_per_second", "samples_per_second")
+    (folder.path / "metrics.jsonl").write_text(
+        lines.replace("held_out_bits_per_byte", "other").replace("bits_per_byte", "any")
+    )
+    text = written(folder)
+    assert "Loss, nats per sample" in text and "Samples per second" in text
+    assert "nats per token" not in text and "Tokens" not in text
+
+
 def test_the_bars_are_sorted_and_mark_the_run(whole):
     bars = re.search(r'<table class="bars">.*?</table>', written(whole))[0]
     assert re.findall(r'<th scope="row">(.*?)</th>', bars) == [

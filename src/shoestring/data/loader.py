@@ -5,6 +5,7 @@ Global sample g is the one at position g of the data set's order (`order.py`): a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
 from shoestring.data.order import Order, Shuffled
 
+log = logging.getLogger("shoestring.data")
 Batch = dict[str, Tensor]
 AHEAD = 4
 """Steps whose samples a data set may fetch ahead."""
@@ -86,6 +88,8 @@ class Loader:
         self.samples = _length(dataset)
         if self.samples == 0:
             raise DataError("the data set has no samples", hint="use more text or a smaller data.sequence")
+        if batch > self.samples:
+            log.warning("a batch of %d takes samples more than once: the data set has %d", batch, self.samples)
         self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate
         self.seed, self.workers, self.context = seed, workers, context
         self.consumed = 0

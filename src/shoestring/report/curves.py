@@ -15,7 +15,7 @@ MEANS = 500  # stretches of a longer curve whose means are smoothed in place of 
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
-    "nats": ("Loss, nats per token", "loss", "held_out_loss"),
+    "nats": ("Loss, nats per {}", "loss", "held_out_loss"),
 }
 _UNITS = {"mb": "MB", "kb": "kB", "gib": "GiB", "s": "seconds", "seconds": "seconds"}
 _KNOWN = {  # metric: title, unit, format
@@ -87,6 +87,7 @@ def _stretches(length: int, number: int) -> Iterator[range]:
 
 def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     title, training, held_out = _MAIN[key]
+    title = title.format(" or ".join(sorted({digest.counted(run) for run in runs}, reverse=True)))
     lines = []
     for position, run in enumerate(runs):
         lines += _line(run, position, training, LARGE, kind="training")

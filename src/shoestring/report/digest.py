@@ -56,21 +56,26 @@ def seconds(run: RunFolder) -> float | None:
     return max(times) - min(times) if len(times) > 1 else None
 
 
+def counted(run: RunFolder) -> str:
+    """What the run's loss is a mean over and its speed counts: "token", or "sample" as of images."""
+    return "sample" if "samples_per_second" in run.columns else "token"
+
+
 def results(run: RunFolder) -> dict[str, float]:
     """Final figures by their readable name, in the order a reader wants them; what is unknown is left out."""
-    bits = table(run.summary, "bits_per_byte")
+    bits, each = table(run.summary, "bits_per_byte"), counted(run)
     figures = {
         "held-out bits per byte": _given(bits, "held out", _last(run, "held_out_bits_per_byte")),
         "training bits per byte": _given(bits, "training", _last(run, "bits_per_byte")),
-        "held-out loss (nats per token)": _last(run, "held_out_loss"),
-        "training loss (nats per token)": _last(run, "loss"),
+        f"held-out loss (nats per {each})": _last(run, "held_out_loss"),
+        f"training loss (nats per {each})": _last(run, "loss"),
         "tokens per second (median)": _reduce(run, "tokens_per_second", median),
         "samples per second (median)": _reduce(run, "samples_per_second", median),
         "share of time waiting for data (median)": _reduce(run, "data_wait", median),
         "MFU (median)": _reduce(run, "mfu", median),
         "memory at peak (GiB)": _peak_memory(run),
         "steps": float(last_step(run)) or None,
-        "tokens": _given(run.summary, "tokens", _last(run, "tokens")),
+        f"{each}s": _given(run.summary, "tokens", _last(run, "tokens")),
         "time": seconds(run),
         "parameters": _given(run.summary, "parameters", _finite(started(run).get("parameters"))),
     }

@@ -144,12 +144,12 @@ def bar(share: float, kind: str = "share") -> Markup:
 
 def facts(run: RunFolder) -> Markup:
     """Steps, tokens, time, size, speed and memory in one strip."""
-    found = digest.results(run)
+    found, each = digest.results(run), digest.counted(run)
     total, ranks = digest.total_steps(run), len(tables(run.summary, "ranks"))
     steps = f"{digest.last_step(run):,}" + (f" of {total:,}" if total else "")
     shown = {
         "Steps": steps,
-        _targets(run): _optional(found.get("tokens"), figures.count),
+        f"{each.capitalize()}s": _optional(found.get(f"{each}s"), figures.count),
         "Time": _optional(found.get("time"), figures.duration),
         "Parameters": _optional(found.get("parameters"), figures.count),
         "Tokens per second": _optional(found.get("tokens per second (median)"), figures.count),
@@ -271,16 +271,12 @@ def features(run: RunFolder) -> Markup:
     )
 
 
-def _targets(run: RunFolder) -> str:
-    """What a loss has one of for each prediction."""
-    return "Samples" if "samples_per_second" in run.columns else "Tokens"
-
-
 def ranks(run: RunFolder) -> Markup:
     """The table of ranks: host, device, data type, threads, speed and memory of each."""
     keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
-    head = ["Rank", "Host", "Device", "Data type", "Threads", f"{_targets(run)} per second", "Memory, GiB"]
+    speed = f"{digest.counted(run).capitalize()}s per second"
+    head = ["Rank", "Host", "Device", "Data type", "Threads", speed, "Memory, GiB"]
     return _section("Ranks", grid("One row per process", head, rows, figures=4)) if rows else Markup()
 
 
