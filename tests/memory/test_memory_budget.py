@@ -1,5 +1,6 @@
 """A budget of memory: what is chosen fits, costs little, and is what runs; what cannot fit is refused."""
 
+import copy
 import itertools
 import re
 
@@ -21,7 +22,7 @@ from tests.memory.observed import needs_compiler
 from tests.memory.predicted_ranks import batches
 from tests.small_runs import write_run_file, write_texts
 
-RATES = DeviceRates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6)
+RATES = DeviceRates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6, chosen=2e-5)
 
 
 @pytest.mark.slow
@@ -75,6 +76,16 @@ def test_smaller_budgets_cost_more_and_are_kept(search):
         assert budget.added >= before
         before = budget.added
         assert parse(fitted.document, name=fitted.name) == fitted  # what is written down is what was chosen
+
+
+def test_to_hold_some_of_a_block_costs_each_of_its_operators(search):
+    free = copy.copy(search)
+    free.rates = RATES._replace(chosen=0.0)
+    for dear, same in zip(
+        *(sorted(each.choices(("recompute",), False), key=repr) for each in (search, free)), strict=True
+    ):
+        operators = dear.blocks * len(search.step.calls) if dear.level.keep else 0
+        assert dear.added - same.added == pytest.approx(operators * RATES.chosen)
 
 
 def test_only_what_is_allowed_is_chosen(search):

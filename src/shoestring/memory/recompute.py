@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ def recompute(job: Job, settings: Recompute) -> None:
     """Recompute the blocks that the settings name."""
     blocks = repeated(job.model)
     treated = blocks[:: settings.every][: settings.blocks or None]
-    options = {"context_fn": partial(_contexts, settings.keep)} if settings.keep else {}
+    options = {"context_fn": contexts_holding(settings.keep)} if settings.keep else {}
     for block in treated:
         _wrap(job, block, options)
     job.trace.facts |= {"blocks": len(blocks), "recomputed_blocks": len(treated)}
@@ -46,6 +47,11 @@ def call_name(func: Any, index: int) -> str:
 def operator_name(func: Any) -> str:
     """Of an overload of `torch.ops.aten`: its name without namespace and overload."""
     return func.overloadpacket.__name__
+
+
+def contexts_holding(names: tuple[str, ...]) -> Callable[[], tuple[Any, Any]]:
+    """`context_fn` of `torch.utils.checkpoint` that holds what these operators or calls of them return."""
+    return partial(_contexts, names)
 
 
 def _contexts(names: tuple[str, ...]) -> tuple[Any, Any]:

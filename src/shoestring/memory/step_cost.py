@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from shoestring._torch import tree_leaves
 from shoestring.memory.predicted import LiveTensors
-from shoestring.memory.recompute import call_name, operator_name
+from shoestring.memory.recompute import call_name, contexts_holding, operator_name
 
 _SLOW = frozenset(
     [
@@ -54,6 +55,8 @@ class DeviceRates(NamedTuple):
     """The same of those in `_SLOW`."""
     launch: float
     """Seconds of an operator of a step that does nothing, with what Python and autograd do around it."""
+    chosen: float
+    """Seconds that an operator of a block takes longer, forward and again, where some of the block are held."""
 
 
 class BlockCall(NamedTuple):
@@ -150,7 +153,7 @@ AROUND = 5.0
 
 
 def measure_rates(device: str) -> DeviceRates:
-    """Of this machine; takes a tenth of a second."""
+    """Of this machine; takes a second or two."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
     tiny, out = torch.rand(1, device=device), torch.empty_like(flat)
     return DeviceRates(
@@ -158,7 +161,20 @@ def measure_rates(device: str) -> DeviceRates:
         2 * flat.nbytes / _least(lambda: torch.add(flat, 1, out=out)),
         2 * flat.nbytes / _least(lambda: torch.tanh(flat, out=out)),
         AROUND * _least(lambda: tiny + 1, calls=100),
+        AROUND * _chosen(tiny.requires_grad_()),
     )
+
+
+def _chosen(tiny: Tensor, calls: int = 64) -> float:
+    def chain(tensor: Tensor) -> Tensor:
+        for _ in range(calls):
+            tensor = tensor + 1
+        return tensor
+
+    def again(**options: Any) -> object:
+        return checkpoint(chain, tiny, use_reentrant=False, **options).backward()
+
+    return max(_least(lambda: again(context_fn=contexts_holding(("mm",)))) - _least(again), 0.0) / calls
 
 
 def _least(work: Callable[[], object], calls: int = 1) -> float:

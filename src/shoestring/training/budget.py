@@ -243,6 +243,7 @@ class BudgetSearch:
         recomputed = self._line((*way.features, Recompute()), counts) if levels else held
         state = self._seconds_of_state(way) - self._seconds_of_state(Way(self.others, ""))
         pass_again = 3 * self.weights / self.rates.copied + self.step.operators * self.rates.launch
+        choosing = len(self.step.calls) * self.rates.chosen
         for accumulate in counts:
             added = state + (accumulate - start) * pass_again
             share = start / accumulate  # of the samples of the micro-batch whose cost is known
@@ -251,7 +252,7 @@ class BudgetSearch:
                 for blocks in range(1, self.blocks + 1):
                     part = blocks / self.blocks
                     peak = held(accumulate) * (1 - part) + recomputed(accumulate) * part + blocks * level.nbytes * share
-                    again = blocks * level.seconds * share * accumulate
+                    again = blocks * (level.seconds * share + (choosing if level.keep else 0.0)) * accumulate
                     yield MemoryChoice(way, accumulate, blocks, level, added + again, peak)
 
     def _line(self, features: tuple[Feature, ...], counts: Sequence[int]) -> Any:
