@@ -14,7 +14,7 @@ from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.memory.exhausted import advice
-from shoestring.memory.predicted import predict
+from shoestring.memory.predicted import Prediction, predict
 from shoestring.models.loading import build_model
 from shoestring.naming import resolve
 from shoestring.planning.system import free_memory
@@ -82,20 +82,23 @@ def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
     yield f"activations of a rank for {micro} samples, and all else: {(predicted.peak - state) / GIB:.3f} GiB"
     yield f"sum for a rank: {predicted.peak / GIB:.3f} GiB, predicted from its operators"
     yield "  " + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in sorted(held.items(), key=lambda item: -item[1]))
+    if predicted.host:
+        yield f"host memory for what is offloaded, beside it: {predicted.host / GIB:.3f} GiB"
     if predicted.unseen:
         yield f"  without what {', '.join(predicted.unseen)} may take"
-    yield from _room(job, predicted.peak, held)
+    yield from _room(job, predicted, held)
 
 
-def _room(job: Job, peak: int, held: Mapping[str, int]) -> Iterator[str]:
+def _room(job: Job, predicted: Prediction, held: Mapping[str, int]) -> Iterator[str]:
     """Whether it fits into this machine, and what to change where it does not."""
     ranks = job.world.size
     if torch.cuda.is_available():
-        there, what = torch.cuda.get_device_properties(0).total_memory, "this GPU"
+        needed, there, what = predicted.peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"
     else:
-        there, what = (
+        needed, there, what = (
+            predicted.peak + predicted.host,
             free_memory() / ranks,
             "this host's free memory" + (f" for each of {ranks} ranks" if ranks > 1 else ""),
         )
-    if peak > there:
+    if needed > there:
         yield f"it does not fit into {what}, {size(there)}; {advice(job, held)}"

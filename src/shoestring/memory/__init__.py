@@ -12,6 +12,7 @@ from shoestring.memory.settings.budget import Budget
 from shoestring.memory.settings.chunked_loss import ChunkedLoss
 from shoestring.memory.settings.lora import LoRA
 from shoestring.memory.settings.offload import Offload
+from shoestring.memory.settings.offload_activations import OffloadActivations
 from shoestring.memory.settings.recompute import Recompute
 from shoestring.memory.settings.tracing import Tracing
 from shoestring.memory.settings.zero import Zero
@@ -25,6 +26,7 @@ __all__ = [
     "ChunkedLoss",
     "LoRA",
     "Offload",
+    "OffloadActivations",
     "Recompute",
     "TracedMemory",
     "Tracing",

@@ -18,11 +18,15 @@ from shoestring.report.figures import size
 
 REST = "activations and all else"
 
+_TO_THE_HOST = ("memory.offload", "memory.offloadactivations")
+"""What gains nothing where host memory is all there is."""
+
 # What lowers each kind, the cheapest first: the feature, where it needs several ranks, and how to write it.
 _KNOBS = {
     REST: (
         ("", False, "raise `run.accumulate`, or lower `run.batch` or `data.sequence`"),
         ("memory.recompute", False, "add [memory.recompute]"),
+        ("memory.offloadactivations", False, "add [memory.offloadactivations]"),
     ),
     "optimizer state": (
         ("memory.zero", True, "add [memory.zero], which divides it among the ranks"),
@@ -85,6 +89,8 @@ def _knobs(job: Job, kind: str) -> str:
 
     on = {feature.name for feature in job.features}
     known = {f"memory.{name.lower()}" for name in memory.__all__}
+    if job.world.device.type == "cpu":
+        on.update(_TO_THE_HOST)
     knobs = [
         text
         for name, several, text in _KNOBS[kind]

@@ -163,6 +163,8 @@ class Prediction:
     window: MemoryWindow
     unseen: Sequence[str] = field(default_factory=tuple)
     """Features whose memory is not in it."""
+    host: int = 0
+    """Bytes of host memory that features lease beside it."""
 
     @property
     def peak(self) -> int:
@@ -218,7 +220,8 @@ def predict_step(
             del total, count, loss
         labelled |= _labelled(job, live)
         _update(optimizer)
-    return Prediction(live.window(labelled | _batches(batches, live)), unseen)
+    host = sum(nbytes for nbytes, _ in job.world.memory.leases.values())
+    return Prediction(live.window(labelled | _batches(batches, live)), unseen, host)
 
 
 def _update(optimizer: Optimizer) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoestring.core.job import Job
+from shoestring.memory.offload.copying import CopyStream
 from shoestring.memory.offload.host_memory import HostRegion, aligned
 from shoestring.memory.zero.buckets import ShardedParameter
 from shoestring.memory.zero.placement import Wait, is_half
@@ -26,7 +25,7 @@ class OnHost:
     def __init__(self, job: Job, parts: Sequence[ShardedParameter], masters: bool) -> None:
         self.masters = masters
         device = job.world.device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = CopyStream(device)
         shapes = {part.name: part.shard_of(part.parameter).shape for part in parts}
         types = {part.name: (self._type_of(part), part.parameter.dtype) for part in parts}
         sizes = (aligned(shapes[name].numel() * each.itemsize) for name, pair in types.items() for each in pair)
@@ -57,10 +56,10 @@ class OnHost:
             buffer = self._another(part.name, mean)
         else:
             self._arrived.add(part.name)
-        with self._copying():
+        with self.copies.after_compute():
             buffer.copy_(mean, non_blocking=True)
-            if self.stream is not None:
-                mean.record_stream(self.stream)
+            if self.copies.stream is not None:
+                mean.record_stream(self.copies.stream)
         return buffer
 
     def _another(self, name: str, mean: Tensor) -> Tensor:
@@ -73,8 +72,7 @@ class OnHost:
 
     def settle(self) -> None:
         """See `Placement`."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        self.copies.synchronize()
 
     @torch.no_grad()
     def write(self, parts: Sequence[ShardedParameter]) -> Wait:
@@ -82,15 +80,6 @@ class OnHost:
         for part in parts:
             self.travelling[part.name].copy_(self.shards[part.name])
             self._arrived.discard(part.name)
-            with self._copying():
+            with self.copies.after_compute():
                 part.shard_of(part.parameter.detach()).copy_(self.travelling[part.name], non_blocking=True)
-        if self.stream is None:
-            return lambda: None
-        return self.stream.record_event().wait
-
-    def _copying(self) -> AbstractContextManager[Any]:
-        """Copies inside go to the stream for them, after what the device was told before."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        return torch.cuda.stream(self.stream)
+        return self.copies.mark()
