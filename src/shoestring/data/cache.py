@@ -116,16 +116,15 @@ class Shared:
 
     def get(self, number: int) -> memoryview | None:
         """A copy of what was put, so that a sample may be changed in place; None if nothing was, or if it changed."""
-        entry = self.entries[number]
-        length = int(entry["length"])
+        offset, crc, length = self.entries[number].item()
         if not length:
             return None
-        begin = self.table + int(entry["offset"])
+        begin = self.table + offset
         raw = self.bytes[begin : begin + length].copy()
-        if folded_crc32(raw) != int(entry["crc"]):
-            self.entries["length"][number] = 0
-            return None
-        return raw.data
+        if folded_crc32(raw) == crc:
+            return raw.data
+        self.entries["length"][number] = 0
+        return None
 
     def put(self, number: int, raw: bytes) -> bool:
         """Keep it, if there is room; whether it was kept."""
@@ -367,6 +366,8 @@ class Cached(Dataset[Any]):
         """Fetch these, which are asked for soon, on threads; what is kept already, and what waits already, is not."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "shoestring-data")
+        if self.shared is not None:
+            indices = np.array(indices)[self.shared.entries["length"][[*indices]] == 0].tolist()
         for index in indices:
             if index not in self._wanted and not self._kept(index):
                 self._wanted.add(index)
