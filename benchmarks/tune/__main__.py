@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.tune import crowd, dashboard, functions, kills, studies
+from benchmarks.tune import crowd, dashboard, functions, kills, kills_optuna, kills_ray, studies
 
 
 def command(argv: Sequence[str]) -> int:
@@ -16,7 +16,7 @@ def command(argv: Sequence[str]) -> int:
     deadline = Deadline(60 * known.budget)
 
     def rows() -> list[Bar]:
-        areas = (kills, crowd, functions, studies)
+        areas = (kills, kills_optuna, kills_ray, crowd, functions, studies)
         return [*(bar for area in areas for bar in area.rows(known.runs, deadline.check)), *dashboard.rows()]
 
     return main("tune", rows, rest)

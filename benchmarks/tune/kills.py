@@ -29,13 +29,13 @@ WORKERS, LEASE, STEPS, PAUSE = 4, 3.0, 1000, 0.02
 class Disturber:
     """Kills and stalls workers, and starts others in their place."""
 
-    setting: ToySetting
+    begin: Callable[[], BaseProcess]
     chance: random.Random
     done: Counter[str] = field(default_factory=Counter)
     stopped: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.workers: list[BaseProcess] = [begin(self.setting) for _ in range(WORKERS)]
+        self.workers: list[BaseProcess] = [self.begin() for _ in range(WORKERS)]
 
     def act(self, kills: int, stalls: int) -> None:
         """One kill or stall, or the end of a stall."""
@@ -46,7 +46,8 @@ class Disturber:
                 self._signal(worker, signal.SIGCONT)
                 del self.stopped[index]
         elif not worker.is_alive():
-            self.workers[index] = begin(self.setting)
+            self.done["crash"] += worker.exitcode != 0
+            self.workers[index] = self.begin()
         elif self.done["stall"] < stalls and self.chance.random() < stalls / (kills + stalls):
             self._signal(worker, signal.SIGSTOP)
             self.stopped[index] = time.monotonic()
@@ -54,7 +55,7 @@ class Disturber:
         elif self.done["kill"] < kills:
             worker.kill()
             worker.join()
-            self.workers[index] = begin(self.setting)
+            self.workers[index] = self.begin()
             self.done["kill"] += 1
 
     def end(self, seconds: float = 600.0) -> None:
@@ -78,9 +79,9 @@ def batch(number: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="tune-") as folder, PostgresServer() as server:
         setting = ToySetting(server.url, folder, TRIALS, LEASE, STEPS, PAUSE)
         setting.worker()
-        disturber, outages = Disturber(setting, chance), 0
+        disturber, outages = Disturber(lambda: begin(setting), chance), 0
         try:
-            outages = _disturb(disturber, server, chance)
+            outages = disturb(disturber, server, chance)
             disturber.end()
         finally:
             disturber.end(0.0)
@@ -89,7 +90,7 @@ def batch(number: int) -> dict[str, Any]:
         return _outcome(worker, Path(folder), disturber.done["kill"], disturber.done["stall"], outages)
 
 
-def _disturb(disturber: Disturber, server: PostgresServer, chance: random.Random) -> int:
+def disturb(disturber: Disturber, server: PostgresServer, chance: random.Random) -> int:
     """All kills, stalls and outages of a batch; the number of outages."""
     outages, began = 0, time.monotonic()
     down = sorted(chance.uniform(10.0, 60.0) for _ in range(OUTAGES))

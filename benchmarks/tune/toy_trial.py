@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # -- the same function for those who check it
@@ -25,12 +26,18 @@ def undisturbed(x: float, steps: int) -> float:
     return state
 
 
-def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
-    stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+def train(
+    folder: Path, x: float, steps: int, every: int, pause: float, stopping: Sequence[int] = ()
+) -> Iterator[tuple[int, float]]:
+    """Continue from the checkpoint in `folder`, if there is one; yields step and loss after each checkpoint.
+
+    Args:
+        pause: seconds of a step.
+        stopping: saves at once, after any step, while it is not empty.
+    """
     checkpoint = folder / "checkpoint.json"
     step, state = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 1.0)
-    with (folder / "metrics.jsonl").open("a") as metrics, (folder / "steps.log").open("a") as log:
+    with (folder / "steps.log").open("a") as log:
         while step < steps:
             time.sleep(pause)
             step += 1
@@ -41,8 +48,16 @@ def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
                 aside = folder / f"checkpoint.{os.getpid()}"
                 aside.write_text(json.dumps([step, state]))
                 aside.replace(checkpoint)
-                metrics.write("\n" + json.dumps({"step": step, "loss": state}) + "\n")
-                metrics.flush()
+                yield step, state
+
+
+def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        for step, state in train(folder, x, steps, every, pause, stopping):
+            metrics.write("\n" + json.dumps({"step": step, "loss": state}) + "\n")
+            metrics.flush()
             if stopping and step < steps:
                 return 130
     return 0

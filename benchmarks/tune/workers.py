@@ -50,9 +50,14 @@ class ToySetting:
 
 def begin(setting: ToySetting) -> BaseProcess:
     """Start a worker."""
+    return spawn(_work, setting)
+
+
+def spawn(work: Callable[[Any], None], setting: Any) -> BaseProcess:
+    """Call a function in a process that is forked from one with the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tune.preloaded"])
-    process = context.Process(target=_work, args=(setting,))
+    process = context.Process(target=work, args=(setting,))
     process.start()
     return process
 
