@@ -22,7 +22,7 @@ from tests.memory.observed import needs_compiler
 from tests.memory.predicted_ranks import batches
 from tests.small_runs import write_run_file, write_texts
 
-RATES = DeviceRates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6, chosen=2e-5)
+RATES = DeviceRates(flops=1e11, copied=2e10, slow=5e9, launch=3e-6, chosen=2e-5, host=1e10)
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ class DeviceRates(NamedTuple):
     """Seconds of an operator of a step that does nothing, with what Python and autograd do around it."""
     chosen: float
     """Seconds that an operator of a block takes longer, forward and again, where some of the block are held."""
+    host: float
+    """Bytes/s of copies between it and pinned host memory."""
 
 
 class BlockCall(NamedTuple):
@@ -156,12 +158,14 @@ def measure_rates(device: str) -> DeviceRates:
     """Of this machine; takes a second or two."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
     tiny, out = torch.rand(1, device=device), torch.empty_like(flat)
+    pinned = torch.rand(flat.shape, pin_memory=flat.is_cuda)
     return DeviceRates(
         2 * 1024**3 / _least(lambda: x @ x),
         2 * flat.nbytes / _least(lambda: torch.add(flat, 1, out=out)),
         2 * flat.nbytes / _least(lambda: torch.tanh(flat, out=out)),
         AROUND * _least(lambda: tiny + 1, calls=100),
         AROUND * _chosen(tiny.requires_grad_()),
+        flat.nbytes / _least(lambda: flat.copy_(pinned, non_blocking=True)),
     )
 
 

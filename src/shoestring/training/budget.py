@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from shoestring.core.feature import Feature, Seam, arrange_mesh, check_owners
 from shoestring.core.job import Job
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
-from shoestring.memory import Budget, Offload, Recompute, Zero
+from shoestring.memory import Budget, Offload, OffloadActivations, Recompute, Zero
 from shoestring.memory.predicted import predict
 from shoestring.memory.settings.budget import Knob
 from shoestring.memory.step_cost import CostedTensors, RecomputeLevel, levels, measure_rates
@@ -46,10 +46,12 @@ GIB = 2**30
 ROUGHLY = 1.05
 """What a peak that is not predicted itself may be wrong by."""
 LINK = 1e9
-"""Bytes/s between ranks, and between host and device, where nobody has measured them."""
+"""Bytes/s between ranks, where nobody has measured them."""
 EIGHT_BITS = 8.0
 """Times as long as AdamW's as a step with its state in 8 bits takes."""
 
+
+_ACTIVATIONS = "memory.offloadactivations"
 
 NOT_AT_ALL = RecomputeLevel((), 0, 0.0)
 
@@ -60,6 +62,13 @@ class Way:
 
     features: tuple[Feature, ...]
     said: str
+
+
+class PeakBytes(NamedTuple):
+    """Of a rank: at the peak of its device, infinite where features do not go together; and leased of its host."""
+
+    device: float
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ class BudgetSearch:
         model = self._model()
         self.blocks = len(repeated(model))
         self.weights = sum(each.nbytes for each in model.parameters())
-        self.peak = cache(self._peak)
+        self.predicted = cache(self._predicted)
         self.rates = measure_rates(self.device)
 
     def within(self, budget: Budget) -> Run:
@@ -174,8 +183,13 @@ class BudgetSearch:
                 self.run.settings.model, self.run.model, model_arguments(self.run), self.run.settings.seed
             )
 
-    def _peak(self, features: tuple[Feature, ...], accumulate: int, live: CostedTensors | None = None) -> float:
-        """Bytes; infinite where features do not go together."""
+    def peak(self, features: tuple[Feature, ...], accumulate: int) -> float:
+        """Bytes at the peak of a rank; infinite where features do not go together."""
+        return self.predicted(features, accumulate).device
+
+    def _predicted(
+        self, features: tuple[Feature, ...], accumulate: int, live: CostedTensors | None = None
+    ) -> PeakBytes:
         model = self._model()
         resolved = [feature.resolve(self.world) for feature in features]
         job = Job(model, world=self.world)
@@ -185,16 +199,15 @@ class BudgetSearch:
             for feature in resolved:
                 feature.check(job)
         except ConfigError:
-            return float("inf")
+            return PeakBytes(float("inf"))
         shape = max(self.samples // accumulate, 1), self.run.data.sequence
         try:
-            return predict(
-                model, resolved, self.loss, shape, ranks=self.world.size, accumulate=accumulate, live=live
-            ).peak
+            found = predict(model, resolved, self.loss, shape, ranks=self.world.size, accumulate=accumulate, live=live)
+            return PeakBytes(found.peak, found.host)
         except Exception as error:
             if features == self.others:
                 raise ConfigError(f"the peak cannot be predicted: {type(error).__name__}: {error}") from error
-            return float("inf")
+            return PeakBytes(float("inf"))
 
     @cached_property
     def step(self) -> CostedTensors:
@@ -205,7 +218,7 @@ class BudgetSearch:
             first = repeated(model)[0]
             block = next(name for name, module in model.named_modules() if module is first)
         live = CostedTensors(self.rates, block)
-        self._peak(self.others, self.run.settings.accumulate, live)
+        self._predicted(self.others, self.run.settings.accumulate, live)
         return live
 
     def ways(self, allow: Container[Knob], rounding: bool) -> Iterator[Way]:
@@ -219,12 +232,14 @@ class BudgetSearch:
             found.append(Way((*alone, FSDP()), "parallel.fsdp"))
         if plain and self.device != "cpu" and "offload" in allow:
             found.append(Way((*alone, Offload()), "memory.offload"))
+        if self.device != "cpu" and "activations" in allow and self.blocks > 1 and not self._on(OffloadActivations):
+            found += [Way((*way.features, OffloadActivations()), _and(way.said, _ACTIVATIONS)) for way in found]
         for way in found:
             rounded = tuple(_rounded(each) for each in way.features)
             if not rounding:
                 yield way
             elif "8bit" in allow and rounded != way.features:
-                yield Way(rounded, ", ".join(filter(None, (way.said, "optim.adamw8bit"))))
+                yield Way(rounded, _and(way.said, "optim.adamw8bit"))
 
     def choices(self, allow: Container[Knob], rounding: bool) -> list[MemoryChoice]:
         """Combinations from the one that adds the least time to a step: with state as it is, or in 8 bits."""
@@ -232,7 +247,7 @@ class BudgetSearch:
         counts = [n for n in range(start, self.samples + 1) if self.samples % n == 0]
         if "accumulate" not in allow:
             counts = [start]
-        recomputes = "recompute" in allow and self.blocks and not any(map(_recomputes, self.others))
+        recomputes = "recompute" in allow and self.blocks and not self._on(Recompute)
         ways = levels(self.step.calls[: self.step.needed]) if recomputes else []
         found = list(chain.from_iterable(self._of(way, counts, ways) for way in self.ways(allow, rounding)))
         return sorted(found, key=lambda choice: (round(choice.added, 4), choice.blocks, choice.accumulate))
@@ -242,6 +257,7 @@ class BudgetSearch:
         held = self._line(way.features, counts)
         recomputed = self._line((*way.features, Recompute()), counts) if levels else held
         state = self._seconds_of_state(way) - self._seconds_of_state(Way(self.others, ""))
+        state += self._seconds_of_activations(way, counts[-1])
         pass_again = 3 * self.weights / self.rates.copied + self.step.operators * self.rates.launch
         choosing = len(self.step.calls) * self.rates.chosen
         for accumulate in counts:
@@ -274,8 +290,22 @@ class BudgetSearch:
         if any(isinstance(each, FSDP) for each in way.features):
             seconds += self.weights / LINK  # gathered once more for the backward pass
         if any(isinstance(each, Offload) for each in way.features):
-            seconds += 2 * self.weights / LINK
+            seconds += 2 * self.weights / self.rates.host
         return seconds
+
+    def _seconds_of_activations(self, way: Way, accumulate: int) -> float:
+        """Of a step: how much longer the copies of activations take than the forward and the backward pass."""
+        without = tuple(each for each in way.features if not isinstance(each, OffloadActivations))
+        if without == way.features or self._on(OffloadActivations):
+            return 0.0
+        micro = self.predicted(way.features, accumulate).host - self.predicted(without, accumulate).host
+        copied = max(accumulate * micro, 0.0) / self.rates.host  # down, and as long up
+        computed = self.run.settings.accumulate * self.step.seconds
+        return max(copied - computed / 3, 0.0) + max(copied - 2 * computed / 3, 0.0)
+
+    def _on(self, kind: type[Feature]) -> bool:
+        """Whether the run file says so already."""
+        return any(isinstance(each, kind) for each in self.others)
 
     def _with(self, choice: MemoryChoice, budget: Budget, peak: float) -> Run:
         """The run with a choice."""
@@ -291,8 +321,8 @@ class BudgetSearch:
         return replace(self.run, settings=settings, features=(*choice.features, settled)).completed(self.world)
 
 
-def _recomputes(feature: Feature) -> bool:
-    return isinstance(feature, Recompute)
+def _and(said: str, more: str) -> str:
+    return f"{said}, {more}" if said else more
 
 
 def _rounded(feature: Feature) -> Feature:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
 
-Knob = Literal["accumulate", "recompute", "zero", "fsdp", "offload", "8bit"]
+Knob = Literal["accumulate", "recompute", "zero", "fsdp", "offload", "activations", "8bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,10 @@ class Budget(Feature):
 
     gib: float
     """Peak of a rank in GiB that is not to be exceeded, as torch's allocator counts it."""
-    allow: tuple[Knob, ...] = ("accumulate", "recompute", "zero", "fsdp", "offload", "8bit")
+    allow: tuple[Knob, ...] = ("accumulate", "recompute", "zero", "fsdp", "offload", "activations", "8bit")
     """Techniques that may be chosen: smaller micro-batches, selective recomputation, [memory.zero], [parallel.fsdp],
-    [memory.offload], and [optim.adamw8bit], which rounds optimizer state and is taken where nothing else fits."""
+    [memory.offload], [memory.offloadactivations], and [optim.adamw8bit], which rounds optimizer state and is taken
+    where nothing else fits."""
     chosen: str = ""
     """Techniques that were chosen, in words; filled in when the choice is made, which is not made again."""
     predicted_gib: float = 0.0
