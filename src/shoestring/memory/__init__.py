@@ -76,6 +76,6 @@ def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
 
 def load(path: Path | str) -> MemoryProfile:
     """The recording in a file; DataError where there is none, or it is damaged."""
-    from shoestring.memory.tracing.recording import load
+    from shoestring.memory.tracing.recording import FORMAT
 
-    return load(Path(path))
+    return FORMAT.load(Path(path))

@@ -137,6 +137,6 @@ def profiled(
 
 def load(path: Path | str) -> Profile:
     """The profile in a file; DataError where there is none, or it is damaged."""
-    from shoestring.profile.recording import load
+    from shoestring.profile.recording import FORMAT
 
-    return load(Path(path))
+    return FORMAT.load(Path(path))

@@ -17,7 +17,7 @@ from shoestring.core.feature import Phase
 from shoestring.profile import LINE_FACT, CallPaths, ProfileResult, profiled
 from shoestring.profile.comparison import merged
 from shoestring.profile.lines import by_line, nearest_lines
-from shoestring.profile.recording import Profile, read
+from shoestring.profile.recording import FORMAT, Profile
 from shoestring.profile.summary import code
 from shoestring.profile.view import page
 
@@ -83,7 +83,7 @@ class _ProfiledSteps:
         profile, world = self._stop(), self.job.world
         contents = world.gather(profile.content())
         if world.first:
-            profiles = [read(content, f"the profile of rank {rank}") for rank, content in enumerate(contents)]
+            profiles = [FORMAT.read(content, f"the profile of rank {rank}") for rank, content in enumerate(contents)]
             whole = merged(profiles) if len(profiles) > 1 else profile
             self._note(whole)
             self._write(whole, "profile")

@@ -18,8 +18,6 @@ from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, Integers, colu
 from shoestring.storage.arrays import Format, text
 from shoestring.storage.whole import write_atomic
 
-FORMAT = Format("a profile", "shoestring-profile", 2)
-
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -159,27 +157,6 @@ class Profile:
         return FORMAT.content(table, arrays)
 
 
-def load(path: Path) -> Profile:
-    """The profile in a file.
-
-    Raises:
-        DataError: there is none, or it is damaged, foreign, or of a newer version.
-    """
-    return FORMAT.load(path, _profile)
-
-
-def read(content: bytes, path: str) -> Profile:
-    """The profile in the bytes of a file.
-
-    Args:
-        path: what the file is called, for errors.
-
-    Raises:
-        DataError: they are damaged, foreign, or of a newer version.
-    """
-    return FORMAT.read(content, path, _profile)
-
-
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile:
     names, sources = (json.loads(arrays[name].tobytes()) for name in ("names", "sources"))
     if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
@@ -207,3 +184,6 @@ def _narrow(column: np.ndarray) -> np.ndarray:
         if column.min() >= np.iinfo(dtype).min and column.max() <= np.iinfo(dtype).max:
             return column.astype(dtype)
     return column
+
+
+FORMAT = Format("a profile", "shoestring-profile", 2, _profile)

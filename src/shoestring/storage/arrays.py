@@ -7,7 +7,7 @@ import json
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,16 @@ _LARGEST = 1 << 30
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError)
 
 
-class Format(NamedTuple):
-    """What files of one kind are."""
+class Format(NamedTuple, Generic[Read]):
+    """What files of one kind are, and what is made of them."""
 
     what: str
     """In words with an article, for errors."""
     name: str
     version: int
+    make: Callable[[dict[str, Any], Mapping[str, np.ndarray]], Read]
+    """From the table and the arrays of a file; it may fail as one does that reads what is not there, or of another
+    type."""
 
     def content(self, table: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
         """The bytes of a file with this table and these arrays."""
@@ -35,25 +38,24 @@ class Format(NamedTuple):
         np.savez_compressed(room, **arrays, head=text(head))  # pyrefly: ignore[bad-argument-type]
         return room.getvalue()
 
-    def load(self, path: Path, make: Callable[[dict[str, Any], Mapping[str, np.ndarray]], Read]) -> Read:
-        """What `make` makes of the file there; see `read`.
+    def load(self, path: Path) -> Read:
+        """What a file holds.
 
         Raises:
             DataError: there is none, or it is damaged, foreign, or of a newer version.
         """
         try:
-            return self.read(path.read_bytes(), str(path), make)
+            return self.read(path.read_bytes(), str(path))
         except FileNotFoundError as error:
             raise DataError(f"there is no {self._noun} {path}") from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
-    def read(self, content: bytes, path: str, make: Callable[[dict[str, Any], Mapping[str, np.ndarray]], Read]) -> Read:
-        """What `make` makes of the table and the arrays in the bytes of a file.
+    def read(self, content: bytes, path: str) -> Read:
+        """What the bytes of a file hold.
 
         Args:
             path: what the file is called, for errors.
-            make: may fail as one does that reads what is not there, or of another type.
 
         Raises:
             DataError: they are damaged, foreign, or of a newer version.
@@ -68,7 +70,7 @@ class Format(NamedTuple):
                     raise DataError(f"{path} is not {self.what} of shoestring")
                 if table["version"] > self.version:
                     raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
-                return make(table, arrays)
+                return self.make(table, arrays)
         except _DAMAGED as error:
             raise DataError(f"{path} is not {self.what}, or damaged: {error}") from error
 

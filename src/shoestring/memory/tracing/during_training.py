@@ -15,7 +15,7 @@ from shoestring.core.feature import Phase
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
 from shoestring.memory.tracing import page
 from shoestring.memory.tracing.recorder import AllocationRecorder
-from shoestring.memory.tracing.recording import MemoryProfile, read
+from shoestring.memory.tracing.recording import FORMAT, MemoryProfile
 from shoestring.memory.tracing.summary import by_size, outside
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _TracedSteps:
         world = self.job.world
         contents = world.gather(self._stop().content())
         if world.first:
-            profiles = [read(content, f"the recording of rank {rank}") for rank, content in enumerate(contents)]
+            profiles = [FORMAT.read(content, f"the recording of rank {rank}") for rank, content in enumerate(contents)]
             peaks = {f"rank {rank}": _peak(profile) for rank, profile in enumerate(profiles)}
             highest = max(profiles, key=_peak)
             self._write(highest.with_ranks(peaks) if len(profiles) > 1 else highest, "memory")

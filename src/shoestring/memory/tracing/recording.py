@@ -17,8 +17,6 @@ from shoestring.core.errors import DataError
 from shoestring.storage.arrays import Format
 from shoestring.storage.whole import write_atomic
 
-FORMAT = Format("a recording of memory", "shoestring-memory", 1)
-
 KINDS = (
     "parameter",
     "buffer",
@@ -226,27 +224,6 @@ class MemoryProfile:
         return replace(self, facts=replace(self.facts, ranks=dict(peaks)))
 
 
-def load(path: Path) -> MemoryProfile:
-    """The recording in a file.
-
-    Raises:
-        DataError: there is none, or it is damaged, foreign, or of a newer version.
-    """
-    return FORMAT.load(path, _profile)
-
-
-def read(content: bytes, path: str) -> MemoryProfile:
-    """The recording in the bytes of a file.
-
-    Args:
-        path: what the file is called, for errors.
-
-    Raises:
-        DataError: they are damaged, foreign, or of a newer version.
-    """
-    return FORMAT.read(content, path, _profile)
-
-
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryProfile:
     windows = {
         device: _window({name: arrays[f"{device}/{name}"].astype(np.int64) for name in COLUMNS}, facts)
@@ -267,3 +244,6 @@ def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWind
 def _facts(table: dict[str, Any]) -> MemoryFacts:
     steps = {device: [StepPeak(**each) for each in peaks] for device, peaks in table.pop("steps", {}).items()}
     return MemoryFacts(**table, steps=steps)
+
+
+FORMAT = Format("a recording of memory", "shoestring-memory", 1, _profile)
