@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness import Bar, Measured, NotRun, stored
 from benchmarks.tune import kills
 
-PEER_BATCHES = 2
+PEER_BATCHES = 1
 """Batches of a peer; ours of the same numbers are compared with them."""
 
 

@@ -80,7 +80,7 @@ def test_bad_studies_are_refused(tmp_path):
         plan_of(tmp_path, {"model.layers": {"int": [1, 2]}}, tables={"population": MEMBERS})
     with pytest.raises(ConfigError, match="cannot read the study file"):
         read_plan(str(tmp_path / "missing.toml"))
-    with pytest.raises(ConfigError, match="a study is missing"):
+    with pytest.raises(ConfigError, match="`join` needs the URL of a store"):
         Tune(what=("join",))([])
     plan_of(tmp_path)
     (tmp_path / "study").mkdir()

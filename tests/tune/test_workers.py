@@ -14,6 +14,7 @@ import sqlalchemy as sql
 
 from benchmarks.tune import toy_worker
 from benchmarks.tune.toy_trial import undisturbed
+from shoestring.core.errors import ConfigError
 from shoestring.tune.process import TrialProcess, end_former
 from shoestring.tune.settings import Halving
 from shoestring.tune.store import Store, connect
@@ -89,6 +90,27 @@ def test_a_preempted_trial_is_saved_and_given_back(tmp_path):
     assert trial.step == int(log.read_text().split()[-1])
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_a_trial_that_others_ask_to_stop_has_not_failed(tmp_path, began):
+    """Slurm signals all processes of a job: the trial may have saved and ended before its worker looks at it."""
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 200, 0.005)
+    worker.attempts, start, stopped = 1, worker.start, []
+
+    def start_and_stop(lease):
+        trial = start(lease)
+        if not stopped:
+            until(lambda: not began or (tmp_path / "trial-0" / "checkpoint.json").exists())
+            stopped.append(os.kill(int(trial.place.split()[1]), signal.SIGTERM))
+            until(lambda: trial.poll() is not None)
+        return trial
+
+    worker.start = start_and_stop
+    worker.run()
+    (trial,) = worker.store.trials()
+    assert (trial.state, trial.attempts, trial.epoch) == ("done", 0, 2)
+    assert len((tmp_path / "trial-0" / "steps.log").read_text().split()) == 200, "no step is repeated"
+
+
 def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 20, 0.02, schedule=Halving(first=5, factor=2))
     worker.run()
@@ -104,10 +126,11 @@ def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp
 
 def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
     store = Store(connect(url_of(tmp_path)), toy_worker.NAME)
-    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 5, 0.0)
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 3, 20.0, 5, 0.0)
     start = worker.start
     worker.start = lambda lease: misread(start(lease))
-    worker.run()
+    with pytest.raises(ConfigError, match="the run never wrote the objective `accuracy`; it wrote: loss"):
+        worker.run()  # and not all of the other trials before anybody is told
     (trial,) = store.trials()
     assert trial.state == "failed"
     assert trial.note == "the run never wrote the objective `accuracy`; it wrote: loss"

@@ -170,8 +170,10 @@ def join_plan(url: str, name: str) -> StudyPlan:
     engine = connect(url)
     if not name:
         names = Store(engine, "").names()
-        if len(names) != 1:
-            held = f"it holds: {', '.join(names)}" if names else "it holds none"
+        if not names:
+            raise ConfigError("the store holds no study", hint="start one with `shoestring tune tune.toml`")
+        if len(names) > 1:
+            held = f"it holds: {', '.join(names)}"
             raise ConfigError("name the study of the store: shoestring tune join URL NAME", hint=held)
         (name,) = names
     document = Store(engine, name).document()

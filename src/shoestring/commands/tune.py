@@ -44,7 +44,11 @@ class Tune:
     study."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
+        if self.workers < 1:
+            raise ConfigError(f"--workers must be at least 1, got {self.workers}")
         match self.what:
+            case ("join",):
+                raise ConfigError("`join` needs the URL of a store", hint="shoestring tune join URL [NAME]")
             case ("join", url):
                 plan = join_plan(url, "")
             case ("join", url, name):
@@ -56,15 +60,13 @@ class Tune:
             case ("page", *rest):
                 print(write_page([read_plan(file) for file in rest or ["tune.toml"]], self.out))
                 return 0
-            case (file,) if file != "join":
+            case (file,):
                 plan = read_plan(file)
                 plan.open_store(create=True)
             case _:
                 raise ConfigError(
                     "a study is missing", hint="shoestring tune tune.toml, join URL, best --out run.toml, or page"
                 )
-        if self.workers < 1:
-            raise ConfigError(f"--workers must be at least 1, got {self.workers}")
         if self.workers > 1:
             return start_workers(plan, self.workers)
         return work(plan, page=self.what[0] != "join")
@@ -127,10 +129,16 @@ def start_workers(plan: StudyPlan, number: int) -> int:
         codes = [abs(worker.wait()) for worker in workers]
     for log, code in zip(logs, codes, strict=True):
         if code not in (0, 130):
-            print(f"a worker ended with exit code {code}; its log is {log}", file=sys.stderr)
+            print(f"a worker ended with exit code {code}{_error(log)}; its log is {log}", file=sys.stderr)
     print("\n".join(summary(plan, store)))
     print(f"page: {write_page([plan])}")
     return max(codes)
+
+
+def _error(log: Path) -> str:
+    """The error that a worker's log ends with, if it is one of the user's."""
+    errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+    return f" ({errors[-1]})" if errors else ""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Protocol, TypeVar
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from shoestring.core.errors import ConfigError, nearest
 from shoestring.tune.process import TrialProcess, end_former
 from shoestring.tune.store import Store, TrialLease
 
@@ -25,6 +27,9 @@ T = TypeVar("T")
 
 FINAL = 2
 """Exit code of a run whose error only the user can correct."""
+PREEMPTED = (130, -signal.SIGTERM)
+"""Exit codes of a run that others than its worker asked to stop: Slurm sends SIGTERM to every process of a job. It is
+130 once the run has saved."""
 _TICK = 0.05
 
 
@@ -74,7 +79,11 @@ class TrialWorker:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
     def run(self) -> None:
-        """Work until the study is over, or until `stop`; then the trial that runs is saved and given back."""
+        """Work until the study is over, or until `stop`; then the trial that runs is saved and given back.
+
+        Raises:
+            ConfigError: a run ended without the objective, which no trial has ever written.
+        """
         while not self.stop.is_set():
             asked = time.monotonic()
             lease = self._reach(self._next)
@@ -137,7 +146,10 @@ class TrialWorker:
             self._reach(lambda: self.proposer.publish(lease.number))
             if note:
                 log.warning("trial %d failed: %s", lease.number, note)
-        elif stopped:
+            if not reports and not any(self._reach(self.store.all_reports).values()):
+                hint = f"{nearest(trial.metric, trial.seen)}; the corrected study needs another tune.name"
+                raise ConfigError(f"`tune.objective`: {note}", hint=hint)
+        elif stopped or code in PREEMPTED:
             state = "paused" if stopped == "paused" else "ready"
             if state == "paused":
                 self.paused(lease)
