@@ -2,8 +2,12 @@
 
 import torch
 import zero_ranks
-from pytest import approx, fixture, mark
+from pytest import approx, fixture, mark, raises
 
+from shoestring.core.errors import ConfigError
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.memory import Zero
 from shoestring.testing.pool import Pool
 from shoestring.testing.suite import shared
 
@@ -61,15 +65,57 @@ def test_masters_of_bf16_parameters_are_saved_and_resumed_on_another_number_of_r
     assert two["facts"]["zero_without"] == approx(16 * parameters, rel=0.03)
 
 
-@mark.slow
-def test_inside_hosts_it_leaves_what_is_between_them_to_a_codec():
-    with Pool(4) as four:
-        one, *others = four.call(zero_ranks.in_hosts, hosts=2)
-        flat = four.call(zero_ranks.in_hosts, hosts=1)[0]
+@fixture(scope="module")
+def four():
+    with Pool(4) as ranks:
+        yield ranks
+
+
+def close(ranks, flat):
+    """All ranks have the same bits, and those of ranks that divide all of it but for the order of sums."""
+    one, *others = ranks
     assert all(other["weights"] == one["weights"] for other in others)
     assert one["losses"] == approx(flat["losses"], rel=1e-9)
     for ours, theirs in zip(one["weights"], flat["weights"], strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-8, atol=1e-8)
+
+
+@mark.slow
+def test_inside_hosts_it_leaves_what_is_between_them_to_a_codec(four):
+    close(four.call(zero_ranks.in_hosts, hosts=2), four.call(zero_ranks.in_hosts, hosts=1)[0])
+
+
+@mark.slow
+@mark.parametrize("unused", [False, True])
+def test_hosts_that_are_replicas_hold_the_state_once_each(four, unused):
+    replicas = four.call(zero_ranks.in_hosts, hosts=2, how="replicate", unused=unused, steps=8)
+    flat, *_ = four.call(zero_ranks.in_hosts, hosts=1, unused=unused, steps=8)
+    close(replicas, flat)
+    assert all(rank["buffers"] == replicas[0]["buffers"] for rank in replicas)
+    # Of D bytes of double parameters, a rank holds D, and of gradients and averages a half, or a quarter of all.
+    doubles = 8 * sum(torch.tensor(each).numel() for each in flat["weights"])
+    assert replicas[0]["held"] == approx(doubles * (1 + 3 / 2), rel=0.1)
+    assert flat["held"] == approx(doubles * (1 + 3 / 4), rel=0.1)
+    # Inside a host half of the gradients and of the parameters, and between hosts as much again of half of them.
+    assert replicas[0]["sent"] == approx(1.5 * doubles, rel=0.15)
+
+
+@mark.slow
+@mark.parametrize("name", ["mean_of_whole", "broadcast"])
+def test_hosts_that_go_their_own_ways_are_seen(four, name):
+    with raises(AssertionError):
+        faulty, flat = (
+            four.call(zero_ranks.without_between, name=name),
+            four.call(zero_ranks.in_hosts, hosts=1, unused=True, steps=8)[0],
+        )
+        close(faulty, flat)
+        assert all(rank["buffers"] == faulty[0]["buffers"] for rank in faulty)
+
+
+def test_one_rank_a_host_has_nothing_to_divide():
+    world = World(size=2, local_size=1)
+    with raises(ConfigError, match="divides nothing where a host has one rank"):
+        Zero(hosts="replicate").check(Job(zero_ranks.wide(), world=world))
 
 
 @mark.slow

@@ -20,6 +20,7 @@ from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.memory import Zero
+from shoestring.memory.zero.collectives import Collectives
 from shoestring.optim import AdamW, Clip
 from shoestring.parallel import DDP
 from shoestring.testing import jobs
@@ -153,16 +154,45 @@ def flat(tree: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     )
 
 
-def in_hosts(*, hosts: int, steps: int = 4) -> dict[str, Any]:
-    """Train on two virtual hosts: divided inside each with a lossless codec between them, or over all ranks."""
+def in_hosts(*, hosts: int, how: str = "leave", steps: int = 4, unused: bool = False) -> dict[str, Any]:
+    """Train on two virtual hosts: divided inside each, with `hosts = how` between them; or over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank % (size // hosts), local_size=size // hosts)
-    features = [AdamW(lr=1e-2), Zero(hosts="leave"), Dense()] if hosts > 1 else [AdamW(lr=1e-2), Zero()]
-    model = wide().double()
+    features = [AdamW(lr=1e-2), Zero(hosts=how if hosts > 1 else "shard", bucket_mb=1e-3)]
+    if hosts > 1 and how == "leave":
+        features.append(Dense())
+    model = wide(unused).double()
     with compose(Job(model, progress=Progress(total=steps), world=world), features) as job:
         losses = [float(job.step(jobs.batch(number, rank, size))) for number in range(steps)]
         model.state_dict()
-        return {"losses": losses, "weights": [parameter.tolist() for parameter in model.parameters()]}
+        facts = job.trace.facts
+        return {
+            "losses": losses,
+            "weights": [parameter.tolist() for parameter in model.parameters()],
+            "buffers": bits(model.buffers()),
+            "sent": facts["zero_bytes"] / facts["zero_steps"],
+            "held": facts["zero_held"],
+        }
+
+
+def without_between(*, name: str) -> dict[str, Any]:
+    """Train on two virtual hosts that are replicas, one of whose exchanges is left out."""
+    left_out = {
+        "mean_of_whole": lambda self, tensor, dtype: tensor.to(dtype),
+        "broadcast": lambda self, tensors: None,
+    }
+    whole = Collectives.__init__
+
+    def init(self: Any, group: Any, across: Any = None) -> None:
+        whole(self, group, across)
+        if across is not None:
+            setattr(across, name, left_out[name].__get__(across))
+
+    Collectives.__init__ = init
+    try:
+        return in_hosts(hosts=2, how="replicate", unused=True, steps=8)
+    finally:
+        Collectives.__init__ = whole
 
 
 def by_optimizer(*, name: str, zero: bool, steps: int = 5) -> dict[str, Any]:

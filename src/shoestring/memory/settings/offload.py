@@ -41,7 +41,7 @@ class Offload(Zero):
         return OnHost(job, parts, self.master == "fp32")
 
     def explain(self, job: Job) -> str:
-        ranks = job.world.ranks_over(self.over)
+        ranks = job.world.ranks_over(self.divided_over)
         return "stepped by the CPU" + (f", divided among {ranks} ranks" if ranks > 1 else "")
 
     def reduction(self, trace: Trace) -> Reduction | None:

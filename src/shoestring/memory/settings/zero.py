@@ -36,8 +36,10 @@ class Zero(Feature):
     in_flight_mb: float = 100.0
     """Upper bound of the gradients in MB that are exchanged while the backward pass continues. More hides slow links
     better and takes twice this much memory."""
-    hosts: Literal["shard", "leave"] = "shard"
-    """Across hosts: `shard` as inside them, or `leave` that mesh axis to another feature, such as a codec of `comm`."""
+    hosts: Literal["shard", "replicate", "leave"] = "shard"
+    """Across hosts: `shard` as inside them; `replicate`, so that each host holds the whole state, divided among its
+    ranks, and only gradients travel between hosts; or `leave` that mesh axis to another feature, such as a codec of
+    `comm`."""
 
     seams: ClassVar = (Seam.SHARD, Seam.STEP)
     engine: ClassVar = "zero"
@@ -46,10 +48,21 @@ class Zero(Feature):
     def over(self) -> tuple[str, ...]:
         return (LOCAL,) if self.hosts == "leave" else DATA
 
+    @property
+    def divided_over(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks hold different shards."""
+        return DATA if self.hosts == "shard" else (LOCAL,)
+
     def check(self, job: Job) -> None:
         for name in ("bucket_mb", "in_flight_mb"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"`{self.name}.{name}` must be positive, got {getattr(self, name)}")
+        world = job.world
+        if self.hosts == "replicate" and world.ranks_over([HOSTS]) > 1 and world.ranks_over([LOCAL]) == 1:
+            raise ConfigError(
+                f'`{self.name}.hosts = "replicate"` divides nothing where a host has one rank',
+                hint='use hosts = "shard", or parallel.ddp',
+            )
         if job.engine == "ddp":
             raise ConfigError("the model is wrapped in DDP already", hint=f"remove DDP or {self.name}")
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
@@ -75,10 +88,10 @@ class Zero(Feature):
         return OnDevice(self.master == "fp32")
 
     def explain(self, job: Job) -> str:
-        ranks, hosts = job.world.ranks_over(self.over), job.world.ranks_over([HOSTS])
+        ranks, hosts = job.world.ranks_over(self.divided_over), job.world.ranks_over([HOSTS])
         if ranks == 1:
             return "one rank: nothing is divided"
-        return f"divided among {ranks} ranks" + (f" in each of {hosts} hosts" if self.over == (LOCAL,) else "")
+        return f"divided among {ranks} ranks" + (f" in each of {hosts} hosts" if self.divided_over == (LOCAL,) else "")
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts = trace.facts

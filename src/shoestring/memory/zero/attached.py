@@ -45,8 +45,12 @@ class Divided:
 
     def __init__(self, job: Job, settings: Zero) -> None:
         self.job, self.stage = job, settings.stage
-        self.mesh = job.world.mesh_over(settings.over)
-        collectives = self.collectives = Collectives(job.world.group(settings.over))
+        self.mesh = job.world.mesh_over(settings.divided_over)
+        group = job.world.group(settings.divided_over)
+        # Between hosts, where these hold the same shards.
+        between = [axis for axis in settings.over if axis not in settings.divided_over]
+        across = Collectives(job.world.group(between)) if job.world.ranks_over(between) > 1 else None
+        collectives = self.collectives = Collectives(group, across)
         self.units = [] if _is_compiled(job.module) else repeated(job.module)
         parts = self._parts(job, collectives)
         self.buckets = deal_buckets(parts, int(1e6 * settings.bucket_mb))

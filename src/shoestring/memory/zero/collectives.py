@@ -15,17 +15,27 @@ from shoestring._torch import all_gather_single, reduce_scatter_single
 from shoestring.core.trace import span
 
 P = ParamSpec("P")
+ACROSS = 1 << 19  # tag of messages across groups
 CHUNK = 2**16  # elements that are added up at a time, so that they stay in the cache and their sum in float32 is small
 
 
 class Collectives:
-    """Collectives over one process group, which all ranks start in the same order. Without a group: one rank alone."""
+    """Collectives over one process group, which all ranks start in the same order. Without a group: one rank alone.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    Args:
+        across: of the ranks that hold the same rows in other groups, over which means, flags and broadcasts go on.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, across: Collectives | None = None) -> None:
+        self.group, self.across = group, across
         self.size, self.rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-        self.sent = 0  # bytes that have left this rank
+        self._sent = 0
         self.exposed = 0.0  # seconds that something waited for them
+
+    @property
+    def sent(self) -> int:
+        """Bytes that have left this rank."""
+        return self._sent + (self.across.sent if self.across is not None else 0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -36,7 +46,7 @@ class Collectives:
         self.exposed += time.perf_counter() - began
 
     def start_mean(self, matrix: Tensor) -> Callable[[torch.dtype], Tensor]:
-        """Start averaging this rank's row of all ranks' matrices.
+        """Start averaging this rank's row of all ranks' matrices; the part across groups begins with the wait.
 
         Args:
             matrix: (ranks, width); it must not change before the end.
@@ -45,9 +55,27 @@ class Collectives:
             A function that waits and returns the mean, (width,), in the data type that it is given. Rows are added in
             float32 or wider, in the order of the ranks; NCCL adds by itself, in the matrix's type and its own order.
         """
+        within = self._start_mean(matrix)
+        if (across := self.across) is None:
+            return within
+        return lambda dtype: across.mean_of_whole(within(matrix.dtype), dtype)
+
+    def mean_of_whole(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean of all ranks' tensors, (width,), the same bits on each; it waits.
+
+        Each rank averages a row of it, so what is sent is an all-reduce's bytes in the tensor's own type.
+        """
+        width = -(-tensor.numel() // self.size)
+        matrix = tensor.new_zeros(self.size * width)
+        matrix[: tensor.numel()] = tensor
+        matrix = matrix.view(self.size, width)
+        matrix[self.rank] = self.start_mean(matrix)(dtype).to(matrix.dtype)
+        return self.start_gather(matrix, ACROSS)().view(-1)[: tensor.numel()].to(dtype)
+
+    def _start_mean(self, matrix: Tensor) -> Callable[[torch.dtype], Tensor]:
         if self.group is None:
             return lambda dtype: matrix[0].to(dtype)
-        self.sent += matrix.nbytes // self.size * (self.size - 1)
+        self._sent += matrix.nbytes // self.size * (self.size - 1)
         if matrix.is_cuda:
             total = torch.empty_like(matrix[0])
             work = reduce_scatter_single(total, matrix.view(-1), group=self.group, async_op=True)
@@ -65,7 +93,7 @@ class Collectives:
         """
         if self.group is None:
             return lambda: matrix
-        self.sent += matrix.nbytes // self.size * (self.size - 1)
+        self._sent += matrix.nbytes // self.size * (self.size - 1)
         if matrix.is_cuda:
             work = all_gather_single(matrix.view(-1), matrix[self.rank], group=self.group, async_op=True)
             return _after(work, lambda: matrix)
@@ -87,13 +115,19 @@ class Collectives:
         matrix = flags.expand(self.size, -1).contiguous()
         if self.group is None:
             return lambda: flags
-        self.sent += flags.nbytes * (self.size - 1)
+        self._sent += flags.nbytes * (self.size - 1)
         received = torch.empty_like(matrix)
         work = dist.all_to_all_single(received, matrix, group=self.group, async_op=True)
-        return _after(work, lambda: received.amax(0), matrix)
+        across = self.across
+        if across is None:
+            return _after(work, lambda: received.amax(0), matrix)
+        return _after(work, lambda: across.start_any(received.amax(0))(), matrix)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the first one's tensors; those of one type travel together."""
+        tensors = list(tensors)
+        if self.across is not None:
+            self.across.broadcast(tensors)
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)
