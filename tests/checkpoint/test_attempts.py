@@ -20,7 +20,7 @@ from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import copied, listening
-from shoestring.testing.checkpointing.trainee import context
+from shoestring.testing.fork_server import ForkedProcess
 from shoestring.testing.pool import Pool
 
 RESTART = """
@@ -228,10 +228,7 @@ def test_kills_from_outside_give_no_checkpoint_up_however_many(tmp_path):
     root = tmp_path / "disk"
     saved(root, 6)
     for _ in range(MOST + 1):
-        process = context().Process(target=killed, args=(str(root),))
-        process.start()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        assert ForkedProcess(killed, [str(root)]).join(60) == -signal.SIGKILL
     assert [count for mark in marks(root) for count in mark.values()] == [1]  # the one that nothing is known of yet
     assert restarted(root, deadly=0)[:2] == (0, "6")
 

@@ -14,7 +14,7 @@ from shoestring.cli import main
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.report.sinks import JsonLines
-from shoestring.testing.checkpointing.trainee import context
+from shoestring.testing.fork_server import ForkedProcess
 from shoestring.training.newest_rows import MetricsRow, NewestRows
 from shoestring.training.throughput import Meter
 from tests.small_runs import write_run_file
@@ -55,10 +55,7 @@ def train_and_die(folder, late):
 
 def ended(work, *arguments):
     """The exit code of a process that does some work."""
-    process = context().Process(target=work, args=arguments)
-    process.start()
-    process.join(120)
-    return process.exitcode
+    return ForkedProcess(work, arguments).join(120)
 
 
 def rows(folder):
@@ -89,11 +86,11 @@ def prepared(tmp_path):
 )
 def test_a_kill_between_a_checkpoint_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
     folder, through = prepared("killed", saves), prepared("through", saves)
-    assert ended(train_and_die, folder, late) == -signal.SIGKILL
+    assert ended(train_and_die, str(folder), late) == -signal.SIGKILL
     assert [row["step"] for row in rows(folder)] == list(range(1, KILLED - late))
     with (folder / "out/metrics.jsonl").open("a") as file:  # of a step after the checkpoint, and one that is cut short
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
-    assert ended(train, folder) == ended(train, through) == 0
+    assert ended(train, str(folder)) == ended(train, str(through)) == 0
     found, expected = ([row for row in rows(each) if "loss" in row] for each in (folder, through))
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert [(row["loss"], row["lr"]) for row in found] == [(row["loss"], row["lr"]) for row in expected]

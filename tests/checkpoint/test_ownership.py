@@ -3,9 +3,8 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +20,8 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
 from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening
+from shoestring.testing.fork_server import ForkedProcess
+from tests.waiting import until
 
 
 def steps(saves):
@@ -83,39 +84,32 @@ def test_a_link_to_another_run_s_checkpoint_is_resumed_from_and_never_emptied(st
 # -- one start at a time ----------------------------------------------------------------------------------------------
 
 
-HOLDER = """
-import signal, sys
-from pathlib import Path
-from shoestring.testing.checkpointing.known import trained
-from shoestring.testing.checkpointing.known import build_checkpointer
-from shoestring.checkpoint.tiers.file_acts import Files
-checkpointer, state, progress = build_checkpointer(Path(sys.argv[1]), 0, 1, Files())
-trained(checkpointer, state, progress, range(1, 3))
-print("there", flush=True)
-signal.pause()
-"""
+def hold(folder):
+    """A start of the run that saves steps 1 and 2, says so, and trains no more."""
+    checkpointer, state, progress = build_checkpointer(Path(folder), 0, 1, Files())
+    trained(checkpointer, state, progress, range(1, 3))
+    (Path(folder) / "there").touch()
+    signal.pause()
 
 
 @pytest.fixture
 def holder(tmp_path):
     """A process with a start of the run that has saved steps 1 and 2, and trains no more."""
-    path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "disk")],
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout and process.stdout.readline() == "there\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    process = ForkedProcess(hold, [str(tmp_path / "disk")])
+    try:
+        until(lambda: (tmp_path / "disk" / "there").exists() or process.exitcode is not None)
+        assert process.exitcode is None
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, holder, saves):
     before = steps(saves)
     for stopped in (False, True):
         if stopped:
-            holder.send_signal(signal.SIGSTOP)
+            os.kill(holder.pid, signal.SIGSTOP)
         checkpointer, state, progress = start()
         with pytest.raises(CheckpointError, match=rf"`{saves}` is in use by process {holder.pid} on "):
             resume(checkpointer, "auto")
@@ -123,14 +117,14 @@ def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, h
             trained(checkpointer, state, progress, [1])
     assert steps(saves) == before
     holder.kill()  # the lock goes with it
-    holder.wait()
+    holder.join()
     checkpointer, *_ = start()
     assert resume(checkpointer, "auto") == BETWEEN
 
 
 def test_a_process_that_lives_on_with_slots_of_the_run_keeps_others_out(start, holder, saves, tmp_path):
     """Say a worker, whose first rank has died, or on a disk where locks do not work between hosts."""
-    holder.send_signal(signal.SIGSTOP)
+    os.kill(holder.pid, signal.SIGSTOP)
     (saves / LOCK).unlink()
     checkpointer, *_ = start()
     with pytest.raises(CheckpointError, match=rf"`{tmp_path}.*memory.*` is in use by process {holder.pid} on "):

@@ -16,12 +16,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 PRELOADED = (
+    "shoestring.testing.checkpointing.trainee",
     "shoestring.testing.scenarios",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -102,10 +104,54 @@ def fork_server(number: int) -> ForkServer:
     return server
 
 
+class ForkedProcess:
+    """A process that a fork server of this one has forked; it prints to this process's standard error.
+
+    Args:
+        function: of a module, which the process calls before it ends.
+        arguments: of JSON types.
+        number: of the fork server.
+    """
+
+    def __init__(self, function: Callable[..., None], arguments: Sequence[Any] = (), number: int = 0) -> None:
+        self._server = fork_server(number)
+        self._status: int | None = None
+        self.pid = self._server.fork(function, arguments, output=2)
+
+    @property
+    def exitcode(self) -> int | None:
+        """The status that it ended with, or minus the signal that ended it; None while it runs."""
+        with suppress(TimeoutError):
+            return self.join(0.0)
+        return None
+
+    def join(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; `exitcode`.
+
+        Raises:
+            TimeoutError: it has not within `timeout` seconds.
+        """
+        if self._status is None:
+            self._status = self._server.wait(self.pid, timeout)
+        return self._status
+
+    def kill(self) -> None:
+        """End it with SIGKILL, unless it has ended."""
+        if self.exitcode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def rank_environment() -> dict[str, str]:
     """This process's environment for ranks that meet on one machine: they need loopback only, and share its cores."""
     path = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run_command(*arguments: str) -> None:
+    """Run `shoestring` with these arguments in a forked process."""
+    from shoestring.cli import main
+
+    sys.exit(main(arguments))
 
 
 def run_script(path: str, *arguments: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -13,11 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from shoestring.core.trace import Kind, Trace
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import jobs
+from shoestring.testing.fork_server import ForkedProcess
 
 PATIENCE = 60.0  # seconds for one start of a run
 ROW = 1024  # weights
@@ -246,23 +244,13 @@ def digest(job: Job) -> str:
 # -- starting and killing ---------------------------------------------------------------------------------------------
 
 
-def context() -> ForkServerContext:
-    """Forks ranks from a process that has imported everything and started no thread."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["shoestring.testing.checkpointing.trainee"])
-    return found
-
-
-def start(task: FaultyRun) -> Sequence[BaseProcess]:
-    server = context()
-    ranks = [server.Process(target=work, args=(json.dumps(asdict(task)), rank)) for rank in range(task.ranks)]
-    for rank in ranks:
-        rank.start()
-    return ranks
+def start(task: FaultyRun) -> Sequence[ForkedProcess]:
+    text = json.dumps(asdict(task))
+    return [ForkedProcess(work, [text, rank], number=rank % 2) for rank in range(task.ranks)]
 
 
 @contextmanager
-def started(task: FaultyRun) -> Iterator[Sequence[BaseProcess]]:
+def started(task: FaultyRun) -> Iterator[Sequence[ForkedProcess]]:
     """The ranks of a task; whoever is left at the end is killed."""
     ranks = start(task)
     try:
@@ -280,8 +268,8 @@ def run(task: FaultyRun, kill_after: float = 0.0, draw: random.Random | None = N
         kill_after: seconds after which the victim is killed from outside; 0 never.
         draw: how long the others live on after that, a few hundredths of a second.
     """
-    end = time.monotonic() + PATIENCE
     with started(task) as ranks:
+        end = time.monotonic() + PATIENCE  # not of what the fork servers import
         killed_at = time.monotonic() + kill_after if kill_after else None
         while all(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
             if killed_at and time.monotonic() >= killed_at:
@@ -291,9 +279,9 @@ def run(task: FaultyRun, kill_after: float = 0.0, draw: random.Random | None = N
         if any(rank.exitcode for rank in ranks):
             time.sleep(draw.uniform(0, 0.05) if draw else 0.0)
             return False
-        for rank in ranks:
-            rank.join(max(0.0, end - time.monotonic()))
-        return all(rank.exitcode == 0 for rank in ranks)
+        with suppress(TimeoutError):
+            return all(rank.join(max(0.0, end - time.monotonic())) == 0 for rank in ranks)
+        return False
 
 
 @dataclass(frozen=True)
