@@ -1,7 +1,5 @@
 """The predicted peak against that of the same step, traced."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from shoestring.cli import main
 from shoestring.core.task import cross_entropy
 from shoestring.memory.predicted import predict
 from shoestring.models.gpt import tiny
+from shoestring.testing.held_resources import fresh_garbage
 from shoestring.testing.suite import shared
 from tests.memory.observed import needs_compiler
 from tests.memory.predicted_ranks import SHARED, batches, step_on_ranks
@@ -34,11 +33,11 @@ def outline(**shape):
 
 
 def measured(features, rows, tokens, accumulate):
-    gc.collect()
-    job = ss.Job(tiny(vocab_size=512))
-    with memory.traced() as traced, job, ss.compose(job, features):
-        for _ in range(2):
-            job.step(*batches(rows, tokens, accumulate))
+    with fresh_garbage():
+        job = ss.Job(tiny(vocab_size=512))
+        with memory.traced() as traced, job, ss.compose(job, features):
+            for _ in range(2):
+                job.step(*batches(rows, tokens, accumulate))
     window = traced.profile.main
     return window.peak - window.by_kind().get("unnamed", 0)  # left by other tests
 

@@ -1,9 +1,6 @@
 """What the report says that memory features saved, against real runs without them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +8,12 @@ import pytest
 from shoestring import memory, optim
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.testing.fork_server import ForkedProcess, run_command
 from shoestring.training import saved_memory
 from tests.memory.observed import needs_compiler
 from tests.small_runs import write_run_file, write_texts
 
 pytestmark = needs_compiler
-ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 LIMIT = 400  # seconds for what takes twenty
 MODEL = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 192}
 
@@ -29,8 +26,8 @@ def train(tmp_path, name, **features):
         "data": {"sequence": 64},
         "memory": {"tracing": {}, **features},
     }
-    command = [sys.executable, "-m", "shoestring", "train", str(write_run_file(tmp_path / f"{name}.toml", tables))]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=LIMIT)  # nothing else is in it
+    arguments = ["train", str(write_run_file(tmp_path / f"{name}.toml", tables))]
+    assert ForkedProcess(run_command, arguments).join(LIMIT) == 0  # of its own: no other model is in it
     items = json.loads((tmp_path / name / "summary.json").read_text())["report_items"]
     window = memory.load(tmp_path / name / "memory.npz").main
     found = [item for item in items if item["feature"] == "memory"]

@@ -1,7 +1,5 @@
 """What blocks are said to be: the names of what is known to lie there."""
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring.memory import traced
+from shoestring.testing.held_resources import fresh_garbage
 from tests.memory.observed import needs_compiler
 
 pytestmark = needs_compiler
@@ -17,8 +16,9 @@ WIDTH, ROWS = 64, 96
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Models that earlier tests left in cycles are collected: they would be parameters of this process, too."""
-    gc.collect()
+    """Models that earlier tests left are not looked at: they would be parameters of this process, too."""
+    with fresh_garbage():
+        yield
 
 
 class Block(nn.Module):

@@ -1,11 +1,7 @@
 """Tracing as a feature of training, its verbs, its page and its exports."""
 
-import gc
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,19 +15,21 @@ from shoestring.memory.tracing import page
 from shoestring.memory.tracing.comparison import compare
 from shoestring.memory.tracing.memory_viz import snapshot
 from shoestring.testing import FeatureSuite
+from shoestring.testing.fork_server import ForkedProcess, run_command
+from shoestring.testing.held_resources import fresh_garbage
 from tests.browser import Browser, needs_chromium
 from tests.memory.observed import needs_compiler
 from tests.small_runs import write_run_file, write_texts
 
 pytestmark = needs_compiler
 MIB = 2**20
-ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Models that earlier tests left in cycles are collected: they would be parameters of this process, too."""
-    gc.collect()
+    """Models that earlier tests left are not looked at: they would be parameters of this process, too."""
+    with fresh_garbage():
+        yield
 
 
 @pytest.mark.slow
@@ -51,8 +49,8 @@ def run(tmp_path, folder="run", **run_settings):
         "memory": {"tracing": {}},
         "optim": {"adamw": {"lr": 1e-3}},
     }
-    command = [sys.executable, "-m", "shoestring", "train", str(write_run_file(tmp_path / "run.toml", tables))]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=120)  # nothing else in it
+    arguments = ["train", str(write_run_file(tmp_path / "run.toml", tables))]
+    assert ForkedProcess(run_command, arguments).join(120) == 0  # of its own: no other model is in it
 
 
 def test_a_run_leaves_its_peak_in_its_report_and_compare_says_what_changed(tmp_path, monkeypatch, capsys):

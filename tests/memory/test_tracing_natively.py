@@ -12,10 +12,18 @@ from shoestring.core.errors import DataError
 from shoestring.memory import load, traced
 from shoestring.memory.tracing import native_table
 from shoestring.memory.tracing.recorder import AllocationRecorder
+from shoestring.testing.held_resources import fresh_garbage
 from tests.memory.observed import needs_compiler
 
 pytestmark = needs_compiler
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def few_objects():
+    """Each recording looks at all objects, which takes a fraction of a second where many modules are loaded."""
+    with fresh_garbage():
+        yield
 
 
 def two_layers(width=64):
