@@ -149,9 +149,8 @@ def rank_environment() -> dict[str, str]:
 
 def run_command(*arguments: str) -> None:
     """Run `shoestring` with these arguments in a forked process."""
-    from shoestring.cli import main
-
-    sys.exit(main(arguments))
+    sys.argv = ["shoestring", *arguments]
+    runpy.run_module("shoestring", run_name="__main__")
 
 
 def run_script(path: str, *arguments: str) -> None:
