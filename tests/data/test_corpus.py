@@ -10,7 +10,7 @@ import pytest
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.data import Data
-from shoestring.data.corpus import prepare_source
+from shoestring.data.corpus import begin_with, prepare_source
 from shoestring.data.sources import open_source
 from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.data.tokens import TokenWriter
@@ -85,6 +85,19 @@ def test_a_prepared_corpus_is_used_again_until_something_changes(files, tmp_path
     assert changed.fingerprint != first.fingerprint
     assert prepare_source(files, Data(vocabulary=281, sequence=16, held_out=0.2), folder).vocab_size == 281
     assert sorted(path.name for path in folder.iterdir()) == ["held_out.tokens", "tokenizer.json", "train.tokens"]
+
+
+def test_a_folder_that_begins_with_what_another_has_prepared_shares_it_as_far_as_it_fits(files, tmp_path):
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    prepare_source(files, SMALL, one)
+    whole = {path.name: path.read_bytes() for path in one.iterdir()}
+    for folder in (same, other):
+        begin_with(folder, one)
+    prepare_source(files, SMALL, same)
+    assert all((same / name).samefile(one / name) for name in whole)
+    assert prepare_source(files, Data(vocabulary=281, sequence=16, held_out=0.2), other).vocab_size == 281
+    assert not any((other / name).samefile(one / name) for name in whole)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == whole
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "train.tokens", "held_out.tokens"])

@@ -95,6 +95,8 @@ def test_two_workers_search_and_the_best_run_file_trains(tmp_path):
     store = read_plan_store(tmp_path)
     rates = {trial.parameters["optim.adamw.lr"] for trial in store.trials()}
     assert chosen["optim"]["adamw"]["lr"] in rates and len(rates) == 3
+    prepared = {path.stat().st_ino for path in tmp_path.glob("tune/*/trial-*/train.tokens")}
+    assert len(prepared) < 3, "each trial has prepared the data again"
     trained = subprocess.run([*command, "train", "best.toml"], **begin)
     assert trained.returncode == 0, trained.stderr[-500:]
 

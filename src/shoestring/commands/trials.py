@@ -34,10 +34,17 @@ def folder_of(plan: StudyPlan, number: int) -> Path:
 
 
 def start_trial(plan: StudyPlan, lease: TrialLease) -> TrialProcess:
-    """Begin a trial, or continue it from its newest checkpoint; a fork begins from its parent's."""
+    """Begin a trial, or continue it from its newest checkpoint; a fork begins from its parent's.
+
+    The data that the newest trial has prepared is not prepared again, unless the settings ask for other data.
+    """
+    from shoestring.data.corpus import begin_with
     from shoestring.tune.process import TrialProcess
 
     folder = folder_of(plan, lease.number)
+    prepared = sorted(plan.folder.glob("trial-*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    if prepared and not folder.exists():
+        begin_with(folder, prepared[-1].parent)
     document = plan.run_document(lease.parameters)
     resume = "auto"
     if lease.parent >= 0 and not newest_checkpoint(folder):

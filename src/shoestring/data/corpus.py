@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -107,6 +108,17 @@ def prepare_source(source: str, settings: Data, folder: Path) -> Corpus:
     if not _usable(folder, recipe):
         _write(reader, settings, folder, recipe)
     return _open(folder, settings)
+
+
+def begin_with(folder: Path, other: Path) -> None:
+    """Let a new run folder begin with what was prepared in another one, as links: what fits is used again."""
+    names = ("tokenizer.json", "tokenizer.recipe", "train.tokens", "held_out.tokens", *COMPANIONS, *chats.FILES)
+    for path in (*map(other.joinpath, names), *(other / "data").rglob("*")):
+        place = folder / path.relative_to(other)
+        if path.is_file() and not place.exists():
+            with suppress(OSError):  # a file system without links, or a file that was replaced meanwhile
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, place)
 
 
 def _prepare_chats(reader: Source, settings: Data, folder: Path, recipe: str) -> Corpus:
