@@ -313,8 +313,8 @@ class BudgetSearch:
         settled = replace(
             budget,
             chosen=choice.describe(self.run, self.blocks),
-            predicted_gib=round(peak / GIB, 4),
-            without_gib=round(without / GIB, 4),
+            predicted_gib=float(f"{peak / GIB:.4g}"),
+            without_gib=float(f"{without / GIB:.4g}"),
             added=round(choice.added / (self.run.settings.accumulate * self.step.seconds), 4),
         )
         settings = replace(self.run.settings, accumulate=choice.accumulate)
