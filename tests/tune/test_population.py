@@ -42,6 +42,14 @@ def test_the_worst_makes_room_for_a_fork_of_the_best_and_the_others_continue():
     assert move_of(trials, values | {0: [math.nan]}) == Fork(trials[0], trials[1])
 
 
+def test_one_that_ended_before_it_could_pause_has_no_checkpoint_to_fork():
+    trials = [member(0), member(1, state="done"), member(2), member(3)]
+    values = {0: [4.0], 1: [1.0, 1.0], 2: [2.0], 3: [3.0]}
+    assert move_of(trials, values) == trials[0]
+    trials[1] = member(1, rung=1, state="done")
+    assert move_of(trials, values) == Fork(trials[0], trials[1])
+
+
 def test_the_member_furthest_behind_goes_first():
     trials = [member(0, rung=1), member(1, rung=0), member(2, rung=1), member(3, state="held")]
     values = {0: [1.0, 1.0], 1: [2.0], 2: [3.0, 3.0], 3: []}
@@ -58,7 +66,7 @@ def test_a_fork_is_judged_from_its_first_own_comparison():
     trials += [member(3, state="pruned"), member(4, rung=1, parent=1, forked=1)]
     values = {0: [4.0, 2.0], 1: [1.0, 1.0], 2: [2.0, 2.0], 3: [9.0], 4: [5.0]}
     assert move_of(trials, values) == trials[0]
-    ahead = [member(number, rung=1, state="held") for number in (1, 2)]
+    ahead = [member(number, rung=2, state="held") for number in (1, 2)]
     assert move_of([*ahead, trials[4]], values) == Fork(trials[4], ahead[0])
 
 
@@ -105,7 +113,7 @@ def test_a_population_runs_to_its_end_and_forks_continue_their_parents(tmp_path,
     steps, every = 60, 15
     url = f"sqlite:///{tmp_path / 'store.db'}"
     schedule = Population(size=4, every=every, method=method)
-    worker = toy_worker.build(url, tmp_path, 4, 20.0, steps, 0.002, schedule=schedule)
+    worker = toy_worker.build(url, tmp_path, 4, 20.0, steps, 0.01, schedule=schedule)
     worker.run()
     trials = {trial.number: trial for trial in worker.store.trials()}
     done = [trial for trial in trials.values() if trial.state == "done"]

@@ -65,8 +65,17 @@ def next_move(
     count = max(1, round(population.share * len(ranked)))
     if 2 * count > len(ranked) or 2 * len(ranked) < population.size or member.number not in ranked[-count:]:
         return member
-    best = [number for number in ranked[:count] if math.isfinite(scores[number][rung])]
+    best = [
+        number
+        for number in ranked[:count]
+        if math.isfinite(scores[number][rung]) and _has_paused(at_rung[number], rung)
+    ]
     return Fork(member, at_rung[int(random.choice(best))]) if best else member
+
+
+def _has_paused(trial: TrialLease, rung: int) -> bool:
+    """Whether it has paused at a comparison and so has a checkpoint of it: a fast one may end before it is asked to."""
+    return trial.rung > rung or trial.state in ("paused", "pruned")
 
 
 # -- other settings ---------------------------------------------------------------------------------------------------
