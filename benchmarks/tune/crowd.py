@@ -58,7 +58,7 @@ def busy() -> dict[str, Any]:
     schedule = Halving(first=20, factor=3)
     with TemporaryDirectory(prefix="tune-") as folder:
         url = f"sqlite:///{folder}/store.db"
-        setting = ToySetting(url, folder, 60, 60.0, 180, 0.2, schedule=schedule, spread=SPREAD)
+        setting = ToySetting(url, folder, 60, 60.0, 180, 0.05, schedule=schedule, spread=SPREAD)
         store = setting.worker().store
         began = time.monotonic()
         workers = [begin(setting) for _ in range(BUSY)]
