@@ -79,18 +79,24 @@ def batch(number: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="tune-") as folder, PostgresServer() as server:
         setting = ToySetting(server.url, folder, TRIALS, LEASE, STEPS, PAUSE)
         setting.worker()
-        disturber, outages = Disturber(lambda: begin(setting), chance), 0
-        try:
-            outages = disturb(disturber, server, chance)
-            disturber.end()
-        finally:
-            disturber.end(0.0)
+        disturber, outages = disturbed(lambda: begin(setting), server, chance)
         worker = setting.worker()
         worker.run()  # what no worker was left to finish
         return _outcome(worker, Path(folder), disturber.done["kill"], disturber.done["stall"], outages)
 
 
-def disturb(disturber: Disturber, server: PostgresServer, chance: random.Random) -> int:
+def disturbed(start: Callable[[], BaseProcess], server: PostgresServer, chance: random.Random) -> tuple[Disturber, int]:
+    """What was done to the workers of a batch, all of which have ended, and the number of outages of their store."""
+    disturber = Disturber(start, chance)
+    try:
+        outages = _disturb(disturber, server, chance)
+        disturber.end()
+    finally:
+        disturber.end(0.0)
+    return disturber, outages
+
+
+def _disturb(disturber: Disturber, server: PostgresServer, chance: random.Random) -> int:
     """All kills, stalls and outages of a batch; the number of outages."""
     outages, began = 0, time.monotonic()
     down = sorted(chance.uniform(10.0, 60.0) for _ in range(OUTAGES))

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from benchmarks.harness import Bar, NotRun, stored
 from benchmarks.tune.functions import optuna_warnings_off
-from benchmarks.tune.kills import LEASE, PAUSE, STEPS, TRIALS, Disturber, disturb
+from benchmarks.tune.kills import LEASE, PAUSE, STEPS, TRIALS, Disturber, disturbed
 from benchmarks.tune.peers import PEER_BATCHES, peer_rows
 from benchmarks.tune.postgresql import PostgresServer, programs
 from benchmarks.tune.toy_trial import train, undisturbed
@@ -97,12 +97,7 @@ def batch(number: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="tune-") as folder, PostgresServer() as server:
         setting = OptunaSetting(server.url, folder, TRIALS, STEPS)
         setting.study()
-        disturber, outages = Disturber(lambda: begin(setting), chance), 0
-        try:
-            outages = disturb(disturber, server, chance)
-            disturber.end()
-        finally:
-            disturber.end(0.0)
+        disturber, outages = disturbed(lambda: begin(setting), server, chance)
         _finish(setting)
         return _outcome(setting, disturber) | {"outages": outages}
 
