@@ -76,9 +76,12 @@ def test_the_prediction_is_the_peak_of_two_ranks(pool, name, accumulate, tmp_pat
     features = [SHARED[name], optim.AdamW()]
     predicted = predict(outline(), features, cross_entropy, (3, 48), ranks=2, accumulate=accumulate)
     pool.call(step_on_ranks, name=name, folder=str(tmp_path), accumulate=accumulate)
-    # FSDP2 keeps some buffers of one step until the next, which the prediction of one step does not have.
-    within = 0.03 if name == "fsdp" else 0.01
-    assert predicted.peak == pytest.approx(memory.load(tmp_path / "memory.npz").main.peak, rel=within)
+    peak = memory.load(tmp_path / "memory.npz").main.peak
+    # The thread that ends FSDP2's collectives lets go of their buffers when it comes to it: at the worst moment the
+    # gradients of one layer, and a rank's share of them, are held longer than the step's own thread holds them.
+    layer = sum(parameter.nbytes for parameter in outline().blocks[0].parameters())
+    late = layer + layer // 2 if name == "fsdp" else 0
+    assert 0.99 * predicted.peak <= peak <= 1.01 * predicted.peak + late
     assert not torch.distributed.is_initialized()
 
 
