@@ -50,6 +50,16 @@ def test_branches_begin_as_nothing():
     assert sum(not each.weight.any() for each in norms) == 2
 
 
+def test_the_first_convolution_looks_at_every_pixel_whatever_its_stride():
+    torch.manual_seed(0)
+    for stride in (1, 2, 4):
+        images = torch.randn(1, 1, 28, 28, requires_grad=True)
+        first = small(widths=(4, 8), stride=stride).network[0](images)
+        assert first.shape[-2:] == (28 // stride, 28 // stride)
+        first.sum().backward()
+        assert (images.grad != 0).all()
+
+
 def test_resnet_50_has_its_parameters_and_takes_images_of_imagenet():
     with torch.device("meta"):
         model = resnet50()

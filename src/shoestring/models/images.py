@@ -89,12 +89,18 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1, *, zero: 
     return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), norm]
 
 
-def small(classes: int = 10, widths: tuple[int, ...] = (16, 32, 64), channels: int = 1) -> Classifier:
+def small(classes: int = 10, widths: tuple[int, ...] = (16, 32, 64), channels: int = 1, stride: int = 2) -> Classifier:
     """A residual network for images of some 28 x 28 bytes, of airbench's kind: two convolutions and a pooling a stage.
 
-    With the default widths it has 121,000 parameters and takes 4.3 million multiplications an image.
+    With the default widths and stride it has 121,000 parameters and takes 4.3 million multiplications an image.
+
+    Args:
+        classes: number of classes.
+        widths: channels of each stage.
+        channels: channels of an image.
+        stride: pixels between two places of the first convolution.
     """
-    layers: list[nn.Module] = [*convolution(channels, widths[0], 3, 2), nn.ReLU()]
+    layers: list[nn.Module] = [*convolution(channels, widths[0], 2 * stride - 1, stride), nn.ReLU()]
     inputs = widths[0]
     for stage, width in enumerate(widths):
         if stage:
