@@ -27,7 +27,7 @@ from shoestring.commands.ranks import Check, DistillDrafter, Plan, Probe, Train
 from shoestring.commands.serve import Serve
 from shoestring.commands.shrink import PruneModel, QuantizeModel
 from shoestring.commands.tracing import RecordedMemory, of_runs
-from shoestring.commands.tune import Tune
+from shoestring.commands.tune import Tune, with_action
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments, command = arguments[:end], arguments[end + 1 :]
+    if arguments[:1] == ["tune"]:
+        arguments = ["tune", *with_action(arguments[1:])]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -5,7 +5,7 @@ import pytest
 import tomli_w
 
 from shoestring.commands.study import read_plan
-from shoestring.commands.tune import Tune
+from shoestring.commands.tune import WriteBest, with_action
 from shoestring.core.errors import ConfigError
 from shoestring.tune.gaussian import decode, encode, fit, propose
 from shoestring.tune.settings import Study
@@ -80,12 +80,18 @@ def test_bad_studies_are_refused(tmp_path):
         plan_of(tmp_path, {"model.layers": {"int": [1, 2]}}, tables={"population": MEMBERS})
     with pytest.raises(ConfigError, match="cannot read the study file"):
         read_plan(str(tmp_path / "missing.toml"))
-    with pytest.raises(ConfigError, match="`join` needs the URL of a store"):
-        Tune(what=("join",))([])
     plan_of(tmp_path)
     (tmp_path / "study").mkdir()
     with pytest.raises(ConfigError, match="the store holds no study"):
-        Tune(what=("best", str(tmp_path / "tune.toml")))([])
+        WriteBest(tmp_path / "tune.toml").run()
+
+
+def test_run_may_be_left_out():
+    assert with_action([]) == ["run"]
+    assert with_action(["tune.toml", "--workers", "2"]) == ["run", "tune.toml", "--workers", "2"]
+    assert with_action(["--workers", "2", "tune.toml"])[0] == "run"
+    assert with_action(["best", "--out", "b.toml"]) == ["best", "--out", "b.toml"]
+    assert with_action(["--help"]) == ["--help"]
 
 
 def test_every_end_becomes_a_run_and_the_document_reads_back(tmp_path):

@@ -137,6 +137,14 @@ def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
     assert published(worker) == {"FAIL": 1}
 
 
+def test_a_study_whose_trials_all_fail_is_given_up_early(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 30, 20.0, 5, 0.0)
+    refused = [sys.executable, "-I", "-c", "import sys; sys.exit('error: this never works')"]
+    worker.start, worker.attempts = lambda lease: TrialProcess(refused, tmp_path / str(lease.number), "loss"), 1
+    with pytest.raises(ConfigError, match="3 trials failed and none has a result; the last: this never works"):
+        worker.run()
+
+
 def misread(trial):
     trial.metric = "accuracy"
     return trial

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tomli_w
-from tyro.conf import Positional
+from tyro.conf import Positional, arg, subcommand
 
 from shoestring.commands.study import ENVIRONMENT, StudyPlan, join_plan, read_plan
 from shoestring.commands.trials import Leftovers, describe, keep_for_forks, start_trial
@@ -30,53 +30,102 @@ _URL = "SHOESTRING_TUNE_STORE"
 
 
 @dataclass(frozen=True)
-class Tune:
-    """Search for the settings of a run, on workers that may join, leave or vanish at any time."""
+class StartStudy:
+    """Start or continue a study, and work for it until it is over."""
 
-    what: Positional[tuple[str, ...]]
-    """Study file to start or continue; or `join URL [NAME]`, to work for the study of a store; or `best [FILE]`, to
-    write the run file of the best trial of a study file, which defaults to tune.toml; or `page [FILE [OTHERS]]`, to
-    write the page of a study, with what other studies needed for the same result."""
+    file: Positional[Path] = Path("tune.toml")
+    """Study file."""
     workers: int = 1
     """Number of workers to start on this host; each runs one trial at a time."""
-    out: Path | None = None
-    """Path of the run file (best) or page (page) to write; defaults to run.toml, and to study.html in the folder of the
-    study."""
+
+    def run(self) -> int:
+        plan = read_plan(str(self.file))
+        plan.open_store(create=True)
+        return _begin(plan, self.workers, page=True)
+
+
+@dataclass(frozen=True)
+class JoinStudy:
+    """Work for a study that another machine has started."""
+
+    store: Positional[str]
+    """URL of the store; env:NAME takes it from the environment variable NAME."""
+    name: Positional[str] = ""
+    """Name of the study; needed only where the store holds several."""
+    workers: int = 1
+    """Number of workers to start on this host; each runs one trial at a time."""
+
+    def run(self) -> int:
+        return _begin(join_plan(self.store, self.name), self.workers, page=False)
+
+
+@dataclass(frozen=True)
+class WriteBest:
+    """Write the run file of the best trial so far."""
+
+    file: Positional[Path] = Path("tune.toml")
+    """Study file."""
+    out: Path = Path("run.toml")
+    """Path of the run file to write."""
+
+    def run(self) -> int:
+        print("\n".join(write_best(read_plan(str(self.file)), self.out)))
+        return 0
+
+
+@dataclass(frozen=True)
+class WritePage:
+    """Write the page of a study, beside others that had the same objective."""
+
+    files: Positional[tuple[Path, ...]] = (Path("tune.toml"),)
+    """Study files: of the study that the page shows, and of those whose hours it is compared with."""
+    out: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Path of the page to write; defaults to study.html in the folder of the study."""
+
+    def run(self) -> int:
+        print(write_page([read_plan(str(file)) for file in self.files or (Path("tune.toml"),)], self.out))
+        return 0
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Search for the settings of a run, on workers that may join, leave or vanish at any time: `shoestring tune
+    tune.toml`."""
+
+    action: (
+        Annotated[StartStudy, subcommand("run", prefix_name=False)]
+        | Annotated[JoinStudy, subcommand("join", prefix_name=False)]
+        | Annotated[WriteBest, subcommand("best", prefix_name=False)]
+        | Annotated[WritePage, subcommand("page", prefix_name=False)]
+    )
+    """Action on a study; `run` may be left out."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        if self.workers < 1:
-            raise ConfigError(f"--workers must be at least 1, got {self.workers}")
-        match self.what:
-            case ("join",):
-                raise ConfigError("`join` needs the URL of a store", hint="shoestring tune join URL [NAME]")
-            case ("join", url):
-                plan = join_plan(url, "")
-            case ("join", url, name):
-                plan = join_plan(url, name)
-            case ("best", *rest) if len(rest) < 2:
-                plan = read_plan(rest[0] if rest else "tune.toml")
-                print("\n".join(write_best(plan, self.out or Path("run.toml"))))
-                return 0
-            case ("page", *rest):
-                print(write_page([read_plan(file) for file in rest or ["tune.toml"]], self.out))
-                return 0
-            case (file,):
-                plan = read_plan(file)
-                plan.open_store(create=True)
-            case _:
-                raise ConfigError(
-                    "a study is missing", hint="shoestring tune tune.toml, join URL, best --out run.toml, or page"
-                )
-        if self.workers > 1:
-            return start_workers(plan, self.workers)
-        return work(plan, page=self.what[0] != "join")
+        return self.action.run()
+
+
+ACTIONS = ("run", "join", "best", "page")
+
+
+def with_action(arguments: Sequence[str]) -> list[str]:
+    """What follows `shoestring tune`, with the `run` that may be left out."""
+    return list(arguments) if arguments[:1] and arguments[0] in (*ACTIONS, "--help", "-h") else ["run", *arguments]
 
 
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
+def _begin(plan: StudyPlan, workers: int, *, page: bool) -> int:
+    if workers < 1:
+        raise ConfigError(f"--workers must be at least 1, got {workers}")
+    return start_workers(plan, workers) if workers > 1 else work(plan, page=page)
+
+
 def work(plan: StudyPlan, *, page: bool) -> int:
-    """Work on a study in this process until it is over, or until SIGTERM or SIGINT; the exit code."""
+    """Work on a study in this process until it is over, or until SIGTERM or SIGINT.
+
+    Returns: the exit code, 130 after a signal, 1 where no trial has a result.
+    """
     from shoestring.tune.progress import StudyProgress
     from shoestring.tune.search import TrialSearch
     from shoestring.tune.worker import TrialWorker
@@ -101,7 +150,7 @@ def work(plan: StudyPlan, *, page: bool) -> int:
     print("\n".join(summary(plan, store)))
     if page:
         print(f"page: {write_page([plan])}")
-    return 130 if stop.is_set() else 0
+    return 130 if stop.is_set() else int(best(plan, store) is None)
 
 
 def start_workers(plan: StudyPlan, number: int) -> int:

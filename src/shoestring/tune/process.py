@@ -105,7 +105,7 @@ class TrialProcess:
         """The last line of the trial's log that says something."""
         lines = (self.folder / LOG).read_text(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip() and not line.startswith("hint:")]
-        return said[-1][:300] if said else "it printed nothing"
+        return said[-1].removeprefix("error: ")[:300] if said else "it printed nothing"
 
 
 def end_former(place: str, timeout: float = 10.0) -> None:

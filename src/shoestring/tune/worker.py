@@ -30,7 +30,10 @@ FINAL = 2
 PREEMPTED = (130, -signal.SIGTERM)
 """Exit codes of a run that others than its worker asked to stop: Slurm sends SIGTERM to every process of a job. It is
 130 once the run has saved."""
+HOPELESS = 3
+"""Failed trials after which a study without any value of its objective is given up."""
 _TICK = 0.05
+_AGAIN = "the corrected study needs another tune.name"
 
 
 class Proposer(Protocol):
@@ -82,7 +85,8 @@ class TrialWorker:
         """Work until the study is over, or until `stop`; then the trial that runs is saved and given back.
 
         Raises:
-            ConfigError: a run ended without the objective, which no trial has ever written.
+            ConfigError: a run ended without the objective, which no trial has ever written; or several trials failed
+                before any wrote it.
         """
         while not self.stop.is_set():
             asked = time.monotonic()
@@ -144,10 +148,8 @@ class TrialWorker:
             state, note = ("done", "") if math.isfinite(value) else ("failed", _unusable(trial, reports))
             self._reach(lambda: self.store.finish(lease, state, value if state == "done" else None, note))
             self._reach(lambda: self.proposer.publish(lease.number))
-            if note:
-                log.warning("trial %d failed: %s", lease.number, note)
-            if not reports and not any(self._reach(self.store.all_reports).values()):
-                hint = f"{nearest(trial.metric, trial.seen)}; the corrected study needs another tune.name"
+            if not reports and self._nothing_reported():
+                hint = f"{nearest(trial.metric, trial.seen)}; {_AGAIN}"
                 raise ConfigError(f"`tune.objective`: {note}", hint=hint)
         elif stopped or code in PREEMPTED:
             state = "paused" if stopped == "paused" else "ready"
@@ -156,12 +158,17 @@ class TrialWorker:
             self._reach(lambda: self.store.give_back(lease, state=state))
         elif code == FINAL or lease.attempts + 1 >= self.attempts:
             note = trial.last_words()
-            log.warning("trial %d failed: %s", lease.number, note)
             self._reach(lambda: self.store.finish(lease, "failed", note=note))
             self._reach(lambda: self.proposer.publish(lease.number))
+            failed = sum(each.state == "failed" for each in self._reach(self.store.trials))
+            if failed >= HOPELESS and self._nothing_reported():
+                raise ConfigError(f"{failed} trials failed and none has a result; the last: {note}", hint=_AGAIN)
         else:
             log.warning("trial %d ended with exit code %s and starts again", lease.number, code)
             self._reach(lambda: self.store.give_back(lease, failed=True, note=trial.last_words()))
+
+    def _nothing_reported(self) -> bool:
+        return not any(self._reach(self.store.all_reports).values())
 
     def _reach(self, request: Callable[[], T]) -> T:
         """Repeat a request until the store answers; every request may be made twice.

@@ -20,7 +20,7 @@ _SAMPLES, _POINTS = 20, 256
 
 @dataclass(frozen=True)
 class Importance:
-    """The part of the variance of the results that is gone when one setting is fixed: mean and 90% interval."""
+    """Variance of the results that remains when all settings but one are fixed, over all: mean and 90% interval."""
 
     key: str
     mean: float
@@ -66,7 +66,7 @@ def _effects(space: Sequence[Dimension], first: Array, second: Array, base: Arra
         column = columns.stop
         mixed = first.copy()
         mixed[:, columns] = second[:, columns]
-        effects.append(float(np.mean((base - at(mixed)) ** 2) / 2 / variance))
+        effects.append(min(1.0, float(np.mean((base - at(mixed)) ** 2) / 2 / variance)))  # by chance above
     return effects
 
 
