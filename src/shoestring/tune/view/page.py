@@ -114,8 +114,8 @@ def _importance(record: StudyRecord) -> Markup:
         parts.append(path([(scale(row.low), y), (scale(row.high), y)], "interval", said))
     note = (
         "Part of the variance of the results that remains when all other settings are fixed (total effect), by a "
-        "Gaussian process. The thin line is the 90% interval over random subsets of the results. Parts may add up to more than "
-        "one."
+        "Gaussian process. The thin line is the 90% interval over random subsets of the results. Parts may add up to "
+        "more than one."
     )
     return _section("Importance", picture(parts, "Importance of each setting", height), tag("p", note, class_="quiet"))
 
