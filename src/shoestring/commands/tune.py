@@ -34,7 +34,7 @@ class StartStudy:
     """Start or continue a study, and work for it until it is over."""
 
     file: Positional[Path] = Path("tune.toml")
-    """Study file."""
+    """Path of the study file."""
     workers: int = 1
     """Number of workers to start on this host; each runs one trial at a time."""
 
@@ -64,7 +64,7 @@ class WriteBest:
     """Write the run file of the best trial so far."""
 
     file: Positional[Path] = Path("tune.toml")
-    """Study file."""
+    """Path of the study file."""
     out: Path = Path("run.toml")
     """Path of the run file to write."""
 
