@@ -14,9 +14,14 @@ def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = resumable("memory", lora.RUNS).parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
-    ours = (tracing.rows, prediction.rows, allocation_plan.rows, zero.rows, offload.rows, broker.rows)
-    stored = RESULTS / "runs" / "memory" / "budget"
-    parts = (*ours, lambda: budget.rows(stored, deadline), lambda: lora.rows(known.runs, deadline))
+    ours = (tracing.rows, prediction.rows, allocation_plan.rows, zero.rows, broker.rows)
+    stored = RESULTS / "runs" / "memory"
+    parts = (
+        *ours,
+        lambda: offload.rows(stored / "offload", deadline),
+        lambda: budget.rows(stored / "budget", deadline),
+        lambda: lora.rows(known.runs, deadline),
+    )
     return main("memory", lambda: [bar for rows in parts for bar in rows()], rest)
 
 

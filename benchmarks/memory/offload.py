@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import Bar, Deadline, Measured, paired
+from benchmarks.harness import Bar, Deadline, Measured, paired, stored
 from benchmarks.memory.zero_worker import SHAPE, loss_of
+from benchmarks.training import recipe, train_to_end
 from shoestring.core.compose import attach, compose
 from shoestring.core.job import Job
 from shoestring.memory import Offload, Recompute, Zero
@@ -22,6 +26,9 @@ STEPS = 50
 XL = GPTConfig(vocab_size=50304, dim=1600, layers=48, heads=25, kv_heads=25, hidden=4288, context=1024)
 """GPT2-XL's width, depth and vocabulary: 1.6 billion parameters."""
 SEQUENCES = 32  # of 1,024 tokens in a step
+
+
+LATE, LATE_STEPS, SEEDS = 0.9, 300, (0, 1, 2)
 
 
 def _model() -> GPT:
@@ -75,20 +82,41 @@ def host_memory(_: Deadline) -> Measured:
     return Measured(taken / (14 * parameters), f"{taken / 1e6:.1f} MB for {parameters / 1e6:.1f} M parameters")
 
 
+# -- late steps --------------------------------------------------------------------------------------------------------
+
+
+def late_loss(runs: Path, deadline: Deadline) -> Measured:
+    """Held-out bits a byte with most elements stepped late, less those of runs in which nothing is late."""
+
+    def run(late: float, seed: int) -> float:
+        document = recipe(LATE_STEPS, seed=seed)
+        document["memory"] = {"offload": {"late": late}}
+
+        def trained() -> dict[str, float]:
+            with TemporaryDirectory() as folder:
+                document["run"]["folder"] = f"{folder}/run"
+                return {"bits": train_to_end(document, deadline.check)["held_out_bits_per_byte"]}
+
+        return stored(runs / f"late-{late:g}-{seed}.json", deadline.check, trained)["bits"]
+
+    gaps = [run(LATE, seed) - run(0.0, seed) for seed in SEEDS]
+    return Measured(statistics.fmean(gaps), "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def xl_step(offload: bool, clip: bool) -> tuple[Job, Any]:
+def xl_step(holder: Zero, clip: bool, sequences: int = SEQUENCES) -> tuple[Job, Any]:
     """A job over GPT2-XL's shapes with masters on the device or on the host, and its step."""
     with torch.device("cuda"):
         model: nn.Module = GPT(XL).bfloat16()
-    features = [Recompute(), Offload() if offload else Zero(), AdamW(), *([Clip()] if clip else [])]
+    features = [Recompute(), holder, AdamW(), *([Clip()] if clip else [])]
     job = compose(Job(model, loss=_loss), features)
     tokens = torch.randint(XL.vocab_size, (8, XL.context + 1), device="cuda")
     batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     def step() -> None:
-        job.step(*[batch] * (SEQUENCES // 8))
+        job.step(*[batch] * (sequences // 8))
         torch.cuda.synchronize()
 
     return job, step
@@ -101,27 +129,45 @@ def _loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
 
 def gpu_time(clip: bool, _: Deadline) -> Measured:
     """The time of a step of 32,768 tokens over that with all state on the device."""
-    (held, inside), (offloaded, outside) = xl_step(False, clip), xl_step(True, clip)
+    (held, inside), (offloaded, outside) = xl_step(Zero(), clip), xl_step(Offload(), clip)
     with held, offloaded:
         return paired(outside, inside).measured()
+
+
+def gpu_time_late(_: Deadline) -> Measured:
+    """The time of a step of 8,192 tokens, most of it one step late, over that with all state on the device."""
+    steps = [xl_step(holder, False, 8) for holder in (Zero(), Offload(), Offload(late=LATE))]
+    with steps[0][0], steps[1][0], steps[2][0]:
+        inside, waiting, late = (step for _, step in steps)
+        found, without = paired(late, inside), paired(waiting, inside)
+        return Measured(found.median, f"{found}; with nothing late {without}")
 
 
 def gpu_peak(_: Deadline) -> Measured:
     """GiB that torch allocates at the peak of GPT2-XL's training with offloaded state."""
     torch.cuda.reset_peak_memory_stats()
-    job, step = xl_step(True, False)
+    job, step = xl_step(Offload(), False)
     with job:
         step()
         step()
     return Measured(torch.cuda.max_memory_allocated() / 2**30)
 
 
-def rows() -> list[Bar]:
+def rows(runs: Path, deadline: Deadline) -> list[Bar]:
     """All bars of this part, those of a GPU included."""
     stepped = "masters stepped by torch's fused AdamW on the CPU"
     return [
         Bar("memory.offload.equal", f"largest difference of a weight from {stepped}", "<=", 0, differing),
         Bar("memory.offload.host", "host memory taken, of the bytes needed", "<=", 1.02, host_memory),
+        Bar(
+            "memory.offload.late-loss",
+            f"held-out bits a byte with {100 * LATE:g} % of the elements one step late, less those with nothing late; "
+            f"the quickstart's GPT, {LATE_STEPS} steps",
+            "<=",
+            0.01,
+            lambda _: late_loss(runs, deadline),
+            seeds=SEEDS,
+        ),
         *gpu_rows(),
     ]
 
@@ -132,5 +178,14 @@ def gpu_rows() -> list[Bar]:
     return [
         Bar("memory.offload.gpu-time", what, "<=", 1.15, partial(gpu_time, False), gpu=True),
         Bar("memory.offload.gpu-time-clipped", f"{what}, clipping", "<=", 1.3, partial(gpu_time, True), gpu=True),
+        Bar(
+            "memory.offload.gpu-time-late",
+            f"time of a step with {100 * LATE:g} % one step late, of that with all state on the GPU: GPT2-XL's shapes, "
+            "8k tokens",
+            "<=",
+            1.15,
+            gpu_time_late,
+            gpu=True,
+        ),
         Bar("memory.offload.gpu-peak", "GiB at the peak: GPT2-XL's shapes, 32k tokens", "<=", 12, gpu_peak, gpu=True),
     ]

@@ -6,15 +6,22 @@ import zero_ranks
 from torch.nn.functional import cross_entropy
 
 from shoestring.core.compose import attach, compose
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.leases import HostMemory
+from shoestring.core.task import cross_entropy as task_loss
 from shoestring.core.world import World
 from shoestring.memory import Offload
+from shoestring.memory.offload import late as late_module
 from shoestring.memory.offload import placement
 from shoestring.memory.offload.host_memory import HostRegion
+from shoestring.memory.offload.late import LateSteps, smallest
 from shoestring.memory.offload.placement import LEASE, OnHost
-from shoestring.optim import AdamW
+from shoestring.memory.predicted import predict
+from shoestring.models.gpt import tiny
+from shoestring.optim import LAMB, AdamW
 from shoestring.testing import FeatureSuite, jobs
 
 
@@ -22,6 +29,13 @@ from shoestring.testing import FeatureSuite, jobs
 class TestOffload(FeatureSuite):
     feature = Offload(bucket_mb=1e-3)
     representative = False
+
+
+@pytest.mark.slow
+class TestLateSteps(FeatureSuite):
+    feature = Offload(bucket_mb=1e-3, late=0.7)
+    representative = False
+    tolerance = 0.1  # most weights are a step behind, which 60 steps at a high rate show: 0.04
 
 
 def backward(model, number):
@@ -109,14 +123,130 @@ def test_gradients_of_micro_batches_are_added_in_float32_on_the_host():
     assert zero_ranks.sums(offloaded) == zero_ranks.sums(by_hand)
 
 
+# -- late steps --------------------------------------------------------------------------------------------------------
+
+
+def late_by_hand(model, late, steps):
+    """Weights that are a step behind where `late` says so, under a rate that changes."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    masters = {name: parameter.detach().float().requires_grad_() for name, parameter in named.items()}
+    optimizers = {name: torch.optim.AdamW([master], lr=1e-2, fused=True) for name, master in masters.items()}
+    waiting = {}
+
+    def step(name, gradient, rate):
+        masters[name].grad = gradient.float()
+        optimizers[name].param_groups[0]["lr"] = rate
+        optimizers[name].step()
+
+    for number in range(steps):
+        backward(model, number)
+        for name, before in waiting.items():
+            step(name, *before)
+        rate = 1e-2 / (1 + number)
+        now = {name: (parameter.grad.clone(), rate) for name, parameter in named.items()}
+        waiting = {name: each for name, each in now.items() if late(name)}
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if name not in waiting:
+                    step(name, *now[name])
+                parameter.copy_(masters[name])
+                parameter.grad = None
+
+
+def late_steps(share, monkeypatch, late, begin=True):
+    offloaded, by_hand = zero_ranks.wide().bfloat16(), zero_ranks.wide().bfloat16()
+
+    def chosen(squares, sizes, given):
+        assert given == share and len(squares) == len(sizes)
+        return [index for index, bucket in enumerate(steps.divided.buckets) if late(bucket.parts[0].name)]
+
+    monkeypatch.setattr(late_module, "smallest", chosen)
+    optimizer = torch.optim.AdamW(offloaded.parameters(), lr=1e-2, fused=True)
+    job = attach(offloaded, optimizer, Offload(stage=1, bucket_mb=1e-9, late=share))
+    steps = job.kept["late steps"].state
+    assert all(len(bucket.parts) == 1 for bucket in steps.divided.buckets)
+    for number in range(5):
+        if begin:  # a loop of one's own may leave it to the optimizer's step
+            job.phases[Phase.FORWARD][0]()
+        backward(offloaded, number)
+        for group in job.built_optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + number)
+        job.built_optimizer.step()
+        job.built_optimizer.zero_grad()
+    job.close()
+    late_by_hand(by_hand, late, 5)
+    assert zero_ranks.sums(offloaded) == zero_ranks.sums(by_hand)
+
+
+@pytest.mark.parametrize("begin", [True, False])
+@pytest.mark.parametrize(("share", "late"), [(1.0, lambda name: True), (0.5, lambda name: "blocks" in name)])
+def test_late_steps_have_the_bits_of_steps_by_hand_with_weights_a_step_behind(share, late, begin, monkeypatch):
+    late_steps(share, monkeypatch, late, begin)
+
+
+def test_the_smallest_gradients_are_late_and_no_more_than_the_share():
+    assert smallest([4.0, 1.0, 9.0, 0.0], [4, 10, 3, 0], 0.85) == [0, 1]
+    assert smallest([4.0, 1.0, 9.0, 0.0], [4, 10, 3, 0], 0.6) == [1]
+    assert smallest([4.0, 1.0, 9.0, 0.0], [4, 10, 3, 0], 0.5) == [0, 2], "a smaller bucket where one is too large"
+    assert smallest([4.0, 1.0], [4, 10], 1.0) == [0, 1]
+    assert smallest([], [], 0.5) == []
+
+
+def test_the_report_says_how_much_was_late():
+    *_, job = trained(Offload(bucket_mb=1e-3, late=0.6))
+    assert 0.3 < job.trace.facts["late_share"] <= 0.6
+    assert "% of the elements one step late" in Offload(late=0.6).reduction(job.trace).cost
+
+
+def test_a_prediction_counts_the_state_of_what_is_late_and_the_second_buffers():
+    with torch.device("meta"):
+        outline = tiny(vocab_size=64)
+    peaks = [predict(outline, [Offload(late=late), AdamW()], task_loss, (2, 8), ranks=1).peak for late in (0.0, 0.9)]
+    second = sum(parameter.nbytes for parameter in outline.parameters())  # buffers
+    assert second <= peaks[1] - peaks[0] <= second + 64 * len(list(outline.parameters()))
+
+
+def test_late_steps_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"`memory.offload.late` must be from 0 to 1, got 1.5"):
+        trained(Offload(late=1.5))
+    with pytest.raises(ConfigError, match="lets parameters be stepped apart, which Lamb cannot do"):
+        compose(Job(zero_ranks.wide(), progress=Progress(total=6), world=World()), [LAMB(), Offload(late=0.5)])
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def _smaller_masters(self, job, parts, masters, original=OnHost.__init__):
-    original(self, job, parts, False)
+def _smaller_masters(self, job, parts, masters, twice, original=OnHost.__init__):
+    original(self, job, parts, False, twice)
+
+
+def _half_late(begin):
+    with pytest.MonkeyPatch.context() as patch:
+        late_steps(0.5, patch, lambda name: "blocks" in name, begin)
+
+
+class _LiveRates(dict):
+    """A group's settings as they are when they are read."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.group = group
+
+    def __or__(self, other):
+        return self.group | other
+
+
+def _writes_what_is_on_time(self, index):
+    return index not in self._deferred
 
 
 FAULTS = {
+    "the rates of the step after": (lambda: _half_late(False), (late_module, "_settings", _LiveRates)),
+    "gradients overwritten before they are stepped": (
+        lambda: _half_late(True),
+        (OnHost, "set_aside", lambda self, name: self._arrived.discard(name)),
+    ),
+    "late weights that are not written": (lambda: _half_late(True), (LateSteps, "write", _writes_what_is_on_time)),
     "weights that are not written": (
         lambda: test_a_loop_of_its_own_has_the_bits_of_master_weights_stepped_by_hand(1),
         (OnHost, "write", lambda self, parts: lambda: None),

@@ -20,16 +20,20 @@ class OnHost:
     """Masters and, for what travels, a buffer each of the parameter's type: gradients on the way down, weights up.
 
     A GPU copies on a stream of its own, so that what comes down overwrites nothing that is still on its way up.
+
+    Args:
+        masters: whether what has 16 bits is stepped in float32.
+        twice: whether gradients may be set aside, for which there are two buffers.
     """
 
-    def __init__(self, job: Job, parts: Sequence[ShardedParameter], masters: bool) -> None:
+    def __init__(self, job: Job, parts: Sequence[ShardedParameter], masters: bool, twice: bool = False) -> None:
         self.masters = masters
         device = job.world.device
         self.copies = CopyStream(device)
         shapes = {part.name: part.shard_of(part.parameter).shape for part in parts}
         types = {part.name: (self._type_of(part), part.parameter.dtype) for part in parts}
-        sizes = (aligned(shapes[name].numel() * each.itemsize) for name, pair in types.items() for each in pair)
-        self.region = HostRegion(sum(sizes), device)
+        taken = [(name, each) for name, (own, parameter) in types.items() for each in (own, *[parameter] * (1 + twice))]
+        self.region = HostRegion(sum(aligned(shapes[name].numel() * each.itemsize) for name, each in taken), device)
         self._more: dict[str, Tensor] = {}
         self._exits = job.exits
         job.exits.callback(self.region.close)
@@ -39,6 +43,7 @@ class OnHost:
         job.exits.callback(job.world.memory.give, LEASE)
         self.shards = {name: self.region.take(shapes[name], types[name][0]) for name in shapes}
         self.travelling = {name: self.region.take(shapes[name], types[name][1]) for name in shapes}
+        self.second = {name: self.region.take(shapes[name], types[name][1]) for name in shapes} if twice else {}
         self._arrived: set[str] = set()  # whose buffer holds a gradient
 
     def _type_of(self, part: ShardedParameter) -> torch.dtype:
@@ -69,6 +74,11 @@ class OnHost:
             self._exits.callback(region.close)
             self._more[name] = region.take(mean.shape, mean.dtype)
         return self._more[name]
+
+    def set_aside(self, name: str) -> None:
+        """Leave the buffer of a gradient alone until the next call for this parameter."""
+        self.travelling[name], self.second[name] = self.second[name], self.travelling[name]
+        self._arrived.discard(name)
 
     def settle(self) -> None:
         """See `Placement`."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
+    from shoestring.memory.offload.late import LateSteps
+    from shoestring.memory.zero.attached import Divided
     from shoestring.memory.zero.buckets import ShardedParameter
     from shoestring.memory.zero.placement import Placement
 
@@ -27,8 +29,15 @@ class Offload(Zero):
     while the next forward pass begins. Several ranks divide the state among them, as `memory.zero` does.
     """
 
+    late: float = 0.0
+    """Share of the elements, those with the smallest gradients, that the CPU steps while the device computes the next
+    step, so that they take effect one step late. More hides more of the CPU's time, and changes the result of training;
+    0 changes nothing."""
+
     def check(self, job: Job) -> None:
         super().check(job)
+        if not 0 <= self.late <= 1:
+            raise ConfigError(f"`{self.name}.late` must be from 0 to 1, got {self.late}")
         if job.world.device.type == "cuda" and job.world.ranks_over(self.over) > 1:
             raise ConfigError(f"`{self.name}` works with one GPU so far", hint="use [memory.zero] with several")
 
@@ -38,22 +47,31 @@ class Offload(Zero):
     def placement(self, job: Job, parts: Sequence[ShardedParameter]) -> Placement:
         from shoestring.memory.offload.placement import OnHost
 
-        return OnHost(job, parts, self.master == "fp32")
+        return OnHost(job, parts, self.master == "fp32", twice=self.late > 0)
+
+    def late_steps(self, divided: Divided) -> LateSteps | None:
+        from shoestring.memory.offload.late import LateSteps
+        from shoestring.memory.offload.placement import OnHost
+
+        placement = divided.weights.placement
+        return LateSteps(self.late, divided, placement) if self.late and isinstance(placement, OnHost) else None
 
     def explain(self, job: Job) -> str:
         ranks = job.world.ranks_over(self.divided_over)
-        return "stepped by the CPU" + (f", divided among {ranks} ranks" if ranks > 1 else "")
+        late = f", {100 * self.late:g} % one step late" if self.late else ""
+        return "stepped by the CPU" + (f", divided among {ranks} ranks" if ranks > 1 else "") + late
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts = trace.facts
         if "zero_held" not in facts:
             return None
         exposed = facts["zero_exposed"] / facts["zero_steps"]
+        late = f"; {100 * facts['late_share']:.0f} % of the elements one step late" if "late_share" in facts else ""
         return Reduction(
             unit="GiB of parameters, gradients and optimizer state on the device of a rank",
             used=facts["zero_parameters"] / 2**30,
             without=facts["zero_without"] / 2**30,
             measured=True,
             cost=f"{(facts['zero_held'] - facts['zero_parameters']) / 2**30:.3g} GiB of host memory; steps on the CPU; "
-            f"{1e3 * exposed:.0f} ms a step waited for copies",
+            f"{1e3 * exposed:.0f} ms a step waited for copies" + late,
         )

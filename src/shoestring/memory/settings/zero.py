@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
+    from shoestring.memory.offload.late import LateSteps
+    from shoestring.memory.zero.attached import Divided
     from shoestring.memory.zero.buckets import ShardedParameter
     from shoestring.memory.zero.placement import Placement
 
@@ -86,6 +88,10 @@ class Zero(Feature):
         from shoestring.memory.zero.placement import OnDevice
 
         return OnDevice(self.master == "fp32")
+
+    def late_steps(self, divided: Divided) -> LateSteps | None:
+        """What steps a part of the elements later than the others."""
+        return None
 
     def explain(self, job: Job) -> str:
         ranks, hosts = job.world.ranks_over(self.divided_over), job.world.ranks_over([HOSTS])

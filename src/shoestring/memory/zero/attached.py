@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring._torch import allow_any_gradient, step_without_hooks
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.job import Job
 from shoestring.memory.zero.buckets import ShardedParameter, deal_buckets
@@ -55,7 +56,7 @@ class Divided:
         parts = self._parts(job, collectives)
         self.buckets = deal_buckets(parts, int(1e6 * settings.bucket_mb))
         placement = settings.placement(job, parts)
-        self.trained = {part.name: self._spread(part, placement.shard(part)) for part in parts}
+        self.trained = {part.name: self.spread(part, placement.shard(part)) for part in parts}
         for tensor in self.trained.values():
             allow_any_gradient(tensor.requires_grad_())
         buffers = Buffers(job.module.buffers(), collectives)
@@ -64,6 +65,7 @@ class Divided:
         )
         self.gradients.exchanging = settings.stage == 2
         self.weights = Weights(self.buckets, collectives, placement)
+        self.late = settings.late_steps(self)
         self.pieces = [range(len(self.buckets))]
         self._hidden: dict[str, Tensor] = {}  # gradients of the pieces that are not stepped yet
         self._attach(settings.over)
@@ -75,6 +77,9 @@ class Divided:
             check_shardable(optimizer, self.mesh, name)
         if steps_apart(optimizer):
             self.pieces = deal_pieces([bucket.width for bucket in self.buckets])
+        elif self.late is not None:
+            said = f"`{name}.late` lets parameters be stepped apart, which {type(optimizer).__name__} cannot do"
+            raise ConfigError(said, hint="leave it out, or use optim.AdamW or optim.SGD")
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
@@ -92,7 +97,7 @@ class Divided:
             for name, tensor in job.trained.items()
         ]
 
-    def _spread(self, part: ShardedParameter, shard: Tensor) -> Tensor:
+    def spread(self, part: ShardedParameter, shard: Tensor) -> Tensor:
         """A shard, or the gradient of one, as part of the whole tensor."""
         if self.mesh is None:
             return shard
@@ -105,7 +110,7 @@ class Divided:
     def _attach(self, over: Sequence[str]) -> None:
         job = self.job
         job.shard(over=over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
-        job.exits.callback(self.weights.wait)
+        job.exits.callback(self._close)
         for part in self.gradients.parts.values():
             hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))
             job.exits.callback(hook.remove)
@@ -118,6 +123,8 @@ class Divided:
         # Before the work of other features, which may read or write what they find.
         job.phases[Phase.FORWARD].insert(0, self._before_step)
         job.phases[Phase.CLIP].insert(0, self.gradients.finish)
+        if self.late is not None:
+            job.phases[Phase.CLIP].insert(0, self.late.end)
         job.phases[Phase.PROJECT].insert(0, self._step_others)
         job.at(Phase.WAIT, self._hide_others)
         job.at(Phase.OUTER, self._gather_rest)
@@ -135,7 +142,12 @@ class Divided:
         self.weights.wait(number)
 
     def _before_step(self) -> None:
-        """Other work of this phase may read any parameter."""
+        if self.late is not None:
+            for work in self.job.phases[Phase.WAIT]:  # for what the late steps overwrite
+                if work != self._hide_others:
+                    work()
+            self.late.begin()
+        # Other work of this phase may read any parameter.
         if len(self.job.phases[Phase.FORWARD]) > 1:
             self.weights.wait()
 
@@ -162,24 +174,31 @@ class Divided:
         finally:
             gradients.exchanging, gradients.narrow = self.stage == 2, True
 
+    def _close(self) -> None:
+        self.weights.wait()
+        if self.late is not None:
+            self.late.close()
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, part: ShardedParameter, mean: Tensor) -> None:
         """Add this rank's shard of a mean gradient to what the optimizer steps with."""
         trained = self.trained[part.name]
         if trained.grad is None:
-            trained.grad = self._spread(part, mean)
+            trained.grad = self.spread(part, mean)
             return
         held = trained.grad.to_local() if isinstance(trained.grad, DTensor) else trained.grad
         if not is_half(held):
             held += mean
         else:
-            trained.grad = self._spread(part, held.float() + mean)
+            trained.grad = self.spread(part, held.float() + mean)
 
     def _hide_others(self) -> None:
         """Leave the optimizer's own step the first piece, whose gradients get the type of what it steps."""
         self.weights.wait()  # for what the last forward pass did not use
         self.gradients.buffers.align()
+        if self.late is not None:
+            self.late.defer()
         for piece in self.pieces[1:]:
             for part in self._parts_of(piece):
                 if (grad := self.trained[part.name].grad) is not None:
@@ -209,7 +228,8 @@ class Divided:
 
     def _gather(self, piece: range) -> None:
         for index in piece:
-            self.weights.start(index)
+            if self.late is None or self.late.write(index):
+                self.weights.start(index)
 
     def _show(self, piece: range) -> None:
         for part in self._parts_of(piece):
