@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 from broker_hosts import Pretended
+from giving_back_ranks import FAULTS, peers_slots
 
-from shoestring.checkpoint.tiers.budget import OWN, STAGING
+from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.leases import Priority
 from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
 from shoestring.testing.checkpointing.surroundings import listening
+from shoestring.testing.suite import shared
 
 
 def test_slots_are_freed_at_the_next_step_and_disk_goes_on(tmp_path):
@@ -31,3 +34,20 @@ def test_slots_are_freed_at_the_next_step_and_disk_goes_on(tmp_path):
     checkpointer.close()
     memory.leave()
     other.leave()
+
+
+def given_back(pool, tmp_path, fault):
+    for first, then, safe, called in pool.call(peers_slots, folder=str(tmp_path), fault=fault):
+        assert first[2], "nothing was held for others"
+        assert then == [0, first[1], 0], "what is held for others goes, and nothing else"
+        assert HELD not in called and safe["memory"] >= 2
+
+
+def test_what_is_held_for_other_hosts_goes_first(request, tmp_path):
+    given_back(shared(request.config)["pool"], tmp_path, "")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault])
+def test_a_fault_of_giving_back_is_seen(request, tmp_path, fault):
+    with pytest.raises(AssertionError):
+        given_back(shared(request.config)["pool"], tmp_path, fault)
