@@ -39,7 +39,7 @@ def _given_back(folder):
     rank = dist.get_rank()
     host = Pretended(folder / f"host-{rank}" / "broker", total=1 << 30)
     memory, other = host.tenant("run"), host.tenant("other")
-    run = Trainee.of(RunSetup(folder=str(folder), ranks=2, peers_every=1, disk_every=4))
+    run = Trainee.of(RunSetup(folder=str(folder), ranks=2, peers_every=2, disk_every=4))
     run.checkpointer.world = replace(run.checkpointer.world, memory=memory)
     run.checkpointer.keeper.world = run.checkpointer.world
     run.train(2)
