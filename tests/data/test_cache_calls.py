@@ -88,7 +88,7 @@ def test_a_run_gives_the_memory_of_its_samples_to_a_process_that_needs_it(root, 
     assert not list(root.glob("shoestring-data-*/*"))
 
 
-# -- planted faults -----------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 
 def called_back(root):
