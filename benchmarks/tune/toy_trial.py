@@ -51,7 +51,8 @@ def train(
                 yield step, state
 
 
-def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
+def main(at: str, x: float, steps: int, every: int, pause: float) -> int:
+    folder = Path(at)
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
     with (folder / "metrics.jsonl").open("a") as metrics:
@@ -64,4 +65,4 @@ def main(folder: Path, x: float, steps: int, every: int, pause: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))

@@ -8,12 +8,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.tune import toy_trial
+
 if TYPE_CHECKING:
-    from shoestring.tune.process import TrialProcess
+    from shoestring.tune.process import TrialProcess, TrialServer
     from shoestring.tune.store import TrialLease
     from shoestring.tune.worker import TrialWorker
 
-TOY = Path(__file__).with_name("toy_trial.py")
 EVERY = 5
 """Steps between two checkpoints."""
 NAME = "toy"
@@ -24,7 +25,7 @@ def pause_of(x: float, pause: float, spread: float) -> float:
     return pause * spread ** ((x * 7.3) % 1.0)
 
 
-def start(folder: Path, steps: int, pause: float, lease: TrialLease) -> TrialProcess:
+def start(folder: Path, steps: int, pause: float, lease: TrialLease, server: TrialServer) -> TrialProcess:
     """Begin a trial, or continue it; a fork begins from its parent's checkpoint."""
     from shoestring.tune.process import TrialProcess
 
@@ -32,8 +33,8 @@ def start(folder: Path, steps: int, pause: float, lease: TrialLease) -> TrialPro
     if lease.parent >= 0 and not (at / "checkpoint.json").exists():
         at.mkdir(exist_ok=True)
         shutil.copy(kept(folder, lease.parent, lease.forked - 1), at / "checkpoint.json")
-    arguments = [str(at), repr(lease.parameters["toy.x"]), str(steps), str(EVERY), str(pause)]
-    return TrialProcess([sys.executable, "-I", str(TOY), *arguments], at, "loss")
+    arguments = [str(at), lease.parameters["toy.x"], steps, EVERY, pause]
+    return TrialProcess(server, toy_trial.main, arguments, at, "loss")
 
 
 def kept(folder: Path, number: int, rung: int) -> Path:
@@ -54,6 +55,7 @@ def build(
     **budget: Any,
 ) -> TrialWorker:
     """A worker for a study of toy trials, which is made if it is missing."""
+    from shoestring.tune.process import TrialServer
     from shoestring.tune.search import TrialSearch
     from shoestring.tune.settings import Study
     from shoestring.tune.space import Dimension
@@ -65,8 +67,10 @@ def build(
     store.create({"trials": trials})
     search = TrialSearch(store, settings, [Dimension("toy.x", "float", 0.0, 1.0)], schedule, total=steps)
 
+    server = TrialServer([toy_trial.__name__])
+
     def begin(held: TrialLease) -> TrialProcess:
-        return start(folder, steps, pause_of(held.parameters["toy.x"], pause, spread), held)
+        return start(folder, steps, pause_of(held.parameters["toy.x"], pause, spread), held, server)
 
     def keep(held: TrialLease) -> None:
         shutil.copy(folder / f"trial-{held.number}" / "checkpoint.json", kept(folder, held.number, held.rung))

@@ -15,7 +15,7 @@ import sqlalchemy as sql
 from benchmarks.tune import toy_worker
 from benchmarks.tune.toy_trial import undisturbed
 from shoestring.core.errors import ConfigError
-from shoestring.tune.process import TrialProcess, end_former
+from shoestring.tune.process import TrialProcess, TrialServer, end_former
 from shoestring.tune.settings import Halving
 from shoestring.tune.store import Store, connect
 from tests.waiting import until
@@ -139,10 +139,19 @@ def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
 
 def test_a_study_whose_trials_all_fail_is_given_up_early(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 30, 20.0, 5, 0.0)
-    refused = [sys.executable, "-I", "-c", "import sys; sys.exit('error: this never works')"]
-    worker.start, worker.attempts = lambda lease: TrialProcess(refused, tmp_path / str(lease.number), "loss"), 1
+    refused = "import sys; sys.exit('error: this never works')"
+    worker.start, worker.attempts = lambda lease: process(refused, tmp_path / str(lease.number)), 1
     with pytest.raises(ConfigError, match="3 trials failed and none has a result; the last: this never works"):
         worker.run()
+
+
+def process(code, folder):
+    """A trial that runs some code."""
+    return TrialProcess(TrialServer([]), run_code, [code], folder, "loss")
+
+
+def run_code(code):
+    exec(code, {})
 
 
 def misread(trial):
@@ -151,7 +160,7 @@ def misread(trial):
 
 
 def test_metrics_are_read_again_from_a_file_that_was_replaced_or_cut(tmp_path):
-    trial = TrialProcess([sys.executable, "-I", "-c", ""], tmp_path, "loss")
+    trial = process("", tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
     assert trial.read() == {1: 1.0, 2: 2.0}
@@ -173,7 +182,7 @@ def test_workers_that_propose_at_once_do_not_repeat_each_other(tmp_path, method)
 
 
 def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
-    trial = TrialProcess([sys.executable, "-I", "-c", "import signal; signal.pause()"], tmp_path, "loss")
+    trial = process("import signal; signal.pause()", tmp_path)
     place = trial.place
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     end_former("elsewhere " + place.partition(" ")[2])
@@ -185,9 +194,9 @@ def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
 
 def test_a_trial_dies_with_its_worker(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from shoestring.tune.process import TrialProcess; import signal\n"
+        "import sys; from pathlib import Path; from tests.tune.test_workers import process; import signal\n"
         "trial = \"print('begun', flush=True); import signal; signal.pause()\"\n"
-        "t = TrialProcess([sys.executable, '-I', '-c', trial], Path(sys.argv[1]), 'loss')\n"
+        "t = process(trial, Path(sys.argv[1]))\n"
         "print(t.place, flush=True); signal.pause()"
     )
     worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ from shoestring.storage.whole import write_atomic
 from shoestring.tune import Population
 
 if TYPE_CHECKING:
-    from shoestring.tune.process import TrialProcess
+    from shoestring.tune.process import TrialProcess, TrialServer
     from shoestring.tune.store import Store, TrialLease
 
 log = logging.getLogger("shoestring")
 
 ENDED = ("done", "failed", "pruned")
+PRELOADED = ("shoestring.training.loop", "torch._inductor")
+"""What a trial needs that takes time to import."""
 FORKS = "forks"
 """Folder of a trial with the checkpoints that forks of it may begin from."""
 
@@ -33,7 +36,13 @@ def folder_of(plan: StudyPlan, number: int) -> Path:
     return plan.folder / f"trial-{number:04d}"
 
 
-def start_trial(plan: StudyPlan, lease: TrialLease) -> TrialProcess:
+def train(file: str) -> None:
+    """Train as a run file says, and end this process, which is a trial's own."""
+    sys.argv = ["shoestring", "train", file]
+    runpy.run_module("shoestring", run_name="__main__")
+
+
+def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> TrialProcess:
     """Begin a trial, or continue it from its newest checkpoint; a fork begins from its parent's.
 
     The data that the newest trial has prepared is not prepared again, unless the settings ask for other data.
@@ -53,7 +62,7 @@ def start_trial(plan: StudyPlan, lease: TrialLease) -> TrialProcess:
     file = plan.folder / "runs" / f"trial-{lease.number:04d}.toml"
     write_atomic(file, tomli_w.dumps(document).encode())
     log.info("trial %d: %s", lease.number, describe(lease.parameters))
-    return TrialProcess([sys.executable, "-m", "shoestring", "train", str(file)], folder, plan.study.objective)
+    return TrialProcess(server, train, [str(file)], folder, plan.study.objective)
 
 
 # -- checkpoints that are copied between trials -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +18,9 @@ import tomli_w
 from tyro.conf import Positional, arg, subcommand
 
 from shoestring.commands.study import ENVIRONMENT, StudyPlan, join_plan, read_plan
-from shoestring.commands.trials import Leftovers, describe, keep_for_forks, start_trial
+from shoestring.commands.trials import PRELOADED, Leftovers, describe, keep_for_forks, start_trial
 from shoestring.core.errors import ConfigError
+from shoestring.planning.system import cores
 from shoestring.storage.whole import write_atomic
 
 if TYPE_CHECKING:
@@ -126,15 +127,17 @@ def work(plan: StudyPlan, *, page: bool) -> int:
 
     Returns: the exit code, 130 after a signal, 1 where no trial has a result.
     """
+    from shoestring.tune.process import TrialServer
     from shoestring.tune.progress import StudyProgress
     from shoestring.tune.search import TrialSearch
     from shoestring.tune.worker import TrialWorker
 
     store, study, stop = plan.open_store(), plan.study, threading.Event()
+    server = TrialServer(PRELOADED)
     worker = TrialWorker(
         store,
         TrialSearch(store, study, plan.space, plan.schedule, plan.total_steps),
-        lambda lease: start_trial(plan, lease),
+        lambda lease: start_trial(plan, lease, server),
         study.lease,
         study.grace,
         study.attempts,
@@ -145,7 +148,7 @@ def work(plan: StudyPlan, *, page: bool) -> int:
     progress = StudyProgress(lambda: plan.record(store), plan.total_steps)
     if progress.drawn:
         logging.getLogger("shoestring").setLevel(logging.WARNING)
-    with _signals(lambda _: stop.set()), progress:
+    with closing(server), _signals(lambda _: stop.set()), progress:
         worker.run()
     print("\n".join(summary(plan, store)))
     if page:
@@ -159,7 +162,8 @@ def start_workers(plan: StudyPlan, number: int) -> int:
 
     # The URL may hold a password: arguments are shown to every user of the host, the environment is not.
     command = [sys.executable, "-m", "shoestring", "tune", "join", f"{ENVIRONMENT}{_URL}", plan.study.name]
-    environment = os.environ | {_URL: plan.url}
+    # Trials that each take all cores wait for each other.
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // number))} | os.environ | {_URL: plan.url}
     store = plan.open_store()
     logs = [plan.folder / "workers" / f"{os.getpid()}-{index}.log" for index in range(number)]
     logs[0].parent.mkdir(exist_ok=True)

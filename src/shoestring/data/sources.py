@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from abc import ABC, abstractmethod
@@ -228,17 +229,24 @@ class StandardLibrary(Source):
     """
 
     folders = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+    generated = frozenset({"encodings", "pydoc_data"})
+    """Folders of tables that programs have written."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.paths = sorted(path for path in root.rglob("*.py") if self._wanted(path.relative_to(root)))
+        self.paths = sorted(self._found())
         if not self.paths:
             raise DataError(f"no source of the standard library under {root}", hint="give text files instead")
 
-    def _wanted(self, path: Path) -> bool:
-        generated = path.parts[0] in ("encodings", "pydoc_data") or path.name.startswith("_sysconfigdata")
-        build = path.parts[0].startswith("config-")
-        return not (generated or build or self.folders.intersection(path.parts[:-1]))
+    def _found(self) -> Iterator[Path]:
+        for folder, folders, files in os.walk(self.root):
+            left_out = self.folders
+            if folder == str(self.root):
+                left_out = left_out | self.generated | {name for name in folders if name.startswith("config-")}
+            folders[:] = [name for name in folders if name not in left_out]
+            for name in files:
+                if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                    yield Path(folder, name)
 
     def identity(self) -> list[Any]:
         return [STDLIB, *_listing(self.paths)]

@@ -1,8 +1,10 @@
-"""What the system reports of this host and process: free memory, peak memory, pressure, and out-of-memory kills."""
+"""What the system reports of this host and process: cores, free memory, peak memory, pressure, and out-of-memory
+kills."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ _GROUPS = {
     "": _Group("memory.max", "memory.current", "inactive_file", "memory.events"),  # version 2
     "memory": _Group("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
 }
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shoestring.core.trace import listening
+from shoestring.planning.system import cores
 from shoestring.profile import native_tree
-from shoestring.profile.happenings import Happenings, StepClock, Surroundings, cores, unseen, versions, watched
+from shoestring.profile.happenings import Happenings, StepClock, Surroundings, unseen, versions, watched
 from shoestring.profile.kineto import EventFold, TorchWindows, device_name
 from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler

@@ -10,8 +10,9 @@ from contextlib import ExitStack
 import torch
 
 from shoestring.native import CompileError
+from shoestring.planning.system import cores
 from shoestring.profile.collector import Collector, Recorded
-from shoestring.profile.happenings import Happenings, StepClock, cores, versions, watched
+from shoestring.profile.happenings import Happenings, StepClock, versions, watched
 from shoestring.profile.kineto import EVERY, EventFold, TorchWindows, device_name
 from shoestring.profile.recording import Facts
 

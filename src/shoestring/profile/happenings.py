@@ -220,8 +220,3 @@ def unseen(names: Iterable[str]) -> list[str]:
 def versions() -> dict[str, str]:
     """Of what ran the program."""
     return {"torch": str(torch.__version__), "python": sys.version.split()[0]}
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shoestring.testing.fork_server import ForkServer, fork_server
+from shoestring.forking import ForkServer
+from shoestring.testing.fork_server import fork_server
 
 GRACE = 5.0  # seconds to end, or to add up, for ranks that have nothing else to do
 Reply = dict[str, Any]

@@ -1,52 +1,104 @@
-"""A trial as a process: its command, the metrics that it writes, and its end with the worker that started it."""
+"""A trial as a process: how it begins, the metrics that it writes, and its end with the worker that started it."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from shoestring.forking import ForkServer
 
 LOG = "trial.log"
-# The kernel kills the trial when its worker dies, so that it does not train beside the one that resumes it.
-_BEGIN = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
+SIGKILL_WITH_PARENT = (1, signal.SIGKILL, 0, 0, 0)
+"""Arguments of prctl."""
+
+
+class TrialServer:
+    """Forks trials from a process that has imported what they need, so that a trial begins at once; close it after use.
+
+    Args:
+        preloaded: names of the modules that are imported.
+    """
+
+    def __init__(self, preloaded: Sequence[str]) -> None:
+        self.preloaded = preloaded
+        self._server: ForkServer | None = None
+
+    def fork(self, function: Callable[..., Any], arguments: Sequence[Any], log: int) -> tuple[ForkServer, int]:
+        """Start a process in a session of its own that calls a function of a module; its server and its id."""
+        if self._server is None or self._server.ended:
+            self._server = ForkServer(self.preloaded)
+        called = f"{function.__module__}:{function.__qualname__}"
+        return self._server, self._server.fork(begin, [called, *arguments], log)
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+
+
+def begin(called: str, *arguments: Any) -> None:
+    """The forked process's part.
+
+    The kernel kills it when its server ends, which ends with its worker: a trial does not train beside the one that
+    resumes it.
+    """
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
+    if os.getppid() != server or server == 1:
+        sys.exit(1)
+    os.setsid()
+    module, _, name = called.partition(":")
+    sys.exit(getattr(import_module(module), name)(*arguments))
 
 
 class TrialProcess:
-    """One attempt of a trial, which writes metrics.jsonl to `folder`. Start it from a thread that outlives it.
+    """One attempt of a trial, which writes metrics.jsonl to `folder`.
 
     Args:
+        function: of a module, that trains and returns the exit code.
+        arguments: of the function, of JSON types.
         metric: key of the metric that `read` returns.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, metric: str) -> None:
+    def __init__(
+        self, server: TrialServer, function: Callable[..., Any], arguments: Sequence[Any], folder: Path, metric: str
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.metric, self.step = folder, metric, 0
         self.tokens, self._counted = 0.0, time.time()  # of this attempt: rows of earlier ones are older
         self.seen: set[str] = set()
         self._metrics: IO[bytes] | None = None
         with (folder / LOG).open("ab") as log:
-            begin = [sys.executable, "-c", _BEGIN, str(os.getpid()), *command]
-            self._process = subprocess.Popen(begin, stdout=log, stderr=log, start_new_session=True)
+            self._server, self.pid = server.fork(function, arguments, log.fileno())
+        self._status: int | None = None
 
     @property
     def place(self) -> str:
         """Host, process and start time, by which `end_former` finds the process again."""
-        return f"{socket.gethostname()} {self._process.pid} {_start_time(self._process.pid)}"
+        return f"{socket.gethostname()} {self.pid} {_start_time(self.pid)}"
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        return self._process.poll()
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        if self._status is None:
+            with suppress(TimeoutError):
+                self._status = self._wait(0.0)
+        return self._status
+
+    def _wait(self, timeout: float | None = None) -> int:
+        try:
+            return self._server.wait(self.pid, timeout)
+        except (ProcessLookupError, RuntimeError):  # the server was killed, and the trial with it
+            return -signal.SIGKILL
 
     def read(self) -> dict[int, float]:
         """Values of the metric, by step, that were written since the last call; a half-written row waits."""
@@ -86,15 +138,14 @@ class TrialProcess:
 
     def ask_to_stop(self) -> None:
         """SIGTERM: the run writes a checkpoint after its step and ends."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process and those that it has started, and wait for it."""
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self.poll() is None:
+            _kill(self.pid)
+            self._status = self._wait()
 
     def close(self) -> None:
         self.kill()
@@ -116,9 +167,15 @@ def end_former(place: str, timeout: float = 10.0) -> None:
     pid, started = rest.split(" ")
     until = time.monotonic() + timeout
     while _start_time(int(pid)) == started and time.monotonic() < until:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(int(pid), signal.SIGKILL)
+        _kill(int(pid))
         time.sleep(0.01)
+
+
+def _kill(pid: int) -> None:
+    """End a trial and what it has started; at its very beginning it has no session of its own yet."""
+    for end in (os.killpg, os.kill):
+        with suppress(ProcessLookupError, PermissionError):
+            end(pid, signal.SIGKILL)
 
 
 def _start_time(pid: int) -> str:
