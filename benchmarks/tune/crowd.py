@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, stored
 from benchmarks.tune import toy_worker
 from benchmarks.tune.postgresql import PostgresServer, programs
-from benchmarks.tune.workers import ToySetting, begin
+from benchmarks.tune.workers import ToySetting, begin, imported
 from shoestring.tune.settings import Halving
 
 BUSY, SPREAD = 8, 10.0
@@ -60,6 +60,7 @@ def busy() -> dict[str, Any]:
         url = f"sqlite:///{folder}/store.db"
         setting = ToySetting(url, folder, 60, 60.0, 180, 0.05, schedule=schedule, spread=SPREAD)
         store = setting.worker().store
+        imported()
         began = time.monotonic()
         workers = [begin(setting) for _ in range(BUSY)]
         try:

@@ -62,6 +62,12 @@ def spawn(work: Callable[[Any], None], setting: Any) -> BaseProcess:
     return process
 
 
+def imported() -> None:
+    """Wait until the process that workers are forked from has imported what they need."""
+    process = spawn(str, "")
+    process.join()
+
+
 def _work(setting: ToySetting) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stderr = Path(setting.folder, "workers.log").open("a")  # noqa: SIM115  # as long as the process

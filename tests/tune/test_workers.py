@@ -145,6 +145,19 @@ def test_a_study_whose_trials_all_fail_is_given_up_early(tmp_path):
         worker.run()
 
 
+def test_workers_that_show_a_trial_at_once_do_not_disturb_each_other(tmp_path, monkeypatch):
+    first, second = (toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 10, 0.0).proposer for _ in "ab")
+    lease = first.propose("a", 20.0)
+    first.store.renew(lease, 20.0, step=10, reports={5: 2.0, 10: 1.0}, worked=0.0, tokens=0.0, place="")
+    before = second.storage.get_trial(lease.trial)
+    first.store.finish(lease, "done", 1.0)
+    monkeypatch.setattr(first.store, "mark_published", lambda trial: None)
+    first.publish(lease.number)
+    monkeypatch.setattr(second.storage, "get_trial", lambda trial: before)  # as it was before the other one ended it
+    second.publish(lease.number)
+    assert second.store.unpublished(abandoned=False) == []
+
+
 def process(code, folder):
     """A trial that runs some code."""
     return TrialProcess(TrialServer([]), run_code, [code], folder, "loss")

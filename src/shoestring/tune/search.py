@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -109,14 +109,19 @@ class TrialSearch:
         """
         unpublished = self.store.unpublished(abandoned=number is None)
         for trial in unpublished if number is None else [each for each in unpublished if each.number == number]:
-            shown = self.storage.get_trial(trial.trial)
-            if not shown.state.is_finished():
-                for step, value in _thinned(self.store.reports(trial.trial)):
-                    if step not in shown.intermediate_values:
-                        self.storage.set_trial_intermediate_value(trial.trial, step, value)
-                state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(trial.state, TrialState.FAIL)
-                self._end_in_optuna(trial.trial, state, trial.value)
+            with suppress(UpdateFinishedTrialError):  # another worker was first
+                self._show(trial)
             self.store.mark_published(trial.trial)
+
+    def _show(self, trial: TrialLease) -> None:
+        shown = self.storage.get_trial(trial.trial)
+        if shown.state.is_finished():
+            return
+        for step, value in _thinned(self.store.reports(trial.trial)):
+            if step not in shown.intermediate_values:
+                self.storage.set_trial_intermediate_value(trial.trial, step, value)
+        state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(trial.state, TrialState.FAIL)
+        self._end_in_optuna(trial.trial, state, trial.value)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
