@@ -29,7 +29,7 @@ from shoestring.tune.store import Store, TrialLease, engine_options
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 SHOWN = 20
-"""Values of a trial's objective over its steps that Optuna's tables get: each is a transaction, and the worker waits."""
+"""Values of a trial's objective over its steps that Optuna's tables get: each is a transaction that is waited for."""
 
 
 class TrialSearch:
