@@ -64,8 +64,12 @@ def spawn(work: Callable[[Any], None], setting: Any) -> BaseProcess:
 
 def imported() -> None:
     """Wait until the process that workers are forked from has imported what they need."""
-    process = spawn(str, "")
+    process = spawn(_end, None)
     process.join()
+
+
+def _end(_: None) -> None:
+    pass
 
 
 def _work(setting: ToySetting) -> None:
