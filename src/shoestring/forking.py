@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ class ForkServer:
             command = [sys.executable, "-m", "shoestring.forking", str(theirs.fileno()), *preloaded]
             own = {**environment(), "PYTHONPATH": path, **(more or {})}
             self._process = subprocess.Popen(command, env=own, pass_fds=(theirs.fileno(),))
+
+    @property
+    def pid(self) -> int:
+        """The server's own."""
+        return self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -111,7 +117,8 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     for module in preloaded:
         import_module(module)
-    with socket.socket(fileno=descriptor) as requests:
+    forked = False
+    with socket.socket(fileno=descriptor) as requests, suppress(ConnectionError):  # whoever asked was killed
         while True:
             message, descriptors, _, _ = socket.recv_fds(requests, LARGEST, 16)
             if not message:
@@ -122,12 +129,13 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
                 requests.send(str(os.waitstatus_to_exitcode(status)).encode())
                 continue
             pid = os.fork()
-            if pid == 0:
+            if forked := pid == 0:
                 break
             requests.send(str(pid).encode())
             for each in descriptors:
                 os.close(each)
-    run(request, *descriptors)
+    if forked:
+        run(request, *descriptors)
 
 
 def run(request: Mapping[str, Any], output: int, *kept: int) -> None:

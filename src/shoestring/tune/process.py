@@ -38,7 +38,7 @@ class TrialServer:
         if self._server is None or self._server.ended:
             self._server = ForkServer(self.preloaded)
         called = f"{function.__module__}:{function.__qualname__}"
-        return self._server, self._server.fork(begin, [called, *arguments], log)
+        return self._server, self._server.fork(begin, [self._server.pid, called, *arguments], log)
 
     def close(self) -> None:
         """End the server."""
@@ -46,15 +46,14 @@ class TrialServer:
             self._server.close()
 
 
-def begin(called: str, *arguments: Any) -> None:
+def begin(server: int, called: str, *arguments: Any) -> None:
     """The forked process's part.
 
     The kernel kills it when its server ends, which ends with its worker: a trial does not train beside the one that
     resumes it.
     """
-    server = os.getppid()
     ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
-    if os.getppid() != server or server == 1:
+    if os.getppid() != server:  # it has ended already
         sys.exit(1)
     os.setsid()
     module, _, name = called.partition(":")
