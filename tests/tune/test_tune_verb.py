@@ -114,3 +114,22 @@ def arguments_of_workers():
             continue
         if " tune join " in arguments:
             yield arguments
+
+
+IMPORTS = """
+import torch
+asked = []
+for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *_, **__: asked.append(name))
+import importlib
+from shoestring.commands.trials import PRELOADED
+for module in PRELOADED:
+    importlib.import_module(module)
+assert not asked, asked
+"""
+
+
+@pytest.mark.slow
+def test_what_trials_are_forked_from_asks_nothing_of_a_gpu():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
