@@ -36,7 +36,7 @@ class TrialServer:
     def fork(self, function: Callable[..., Any], arguments: Sequence[Any], log: int) -> tuple[ForkServer, int]:
         """Start a process in a session of its own that calls a function of a module; its server and its id."""
         if self._server is None or self._server.ended:
-            # A process that has asked the driver cannot fork users of a GPU; what is imported may ask NVML in its place.
+            # A process that has asked the driver cannot fork users of a GPU; imports that ask are to ask NVML instead.
             self._server = ForkServer(self.preloaded, more={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
         called = f"{function.__module__}:{function.__qualname__}"
         return self._server, self._server.fork(begin, [self._server.pid, called, *arguments], log)
