@@ -117,10 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments, command = arguments[:end], arguments[end + 1 :]
-    if arguments[:1] == ["tune"]:
-        arguments = ["tune", *with_action(arguments[1:])]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if arguments[:1] == ["tune"]:
+        arguments = ["tune", *with_action(arguments[1:])]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("shoestring").setLevel(logging.DEBUG if debug else logging.INFO)
     sys.path.insert(0, str(Path.cwd()))

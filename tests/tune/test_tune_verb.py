@@ -120,7 +120,7 @@ IMPORTS = """
 import torch
 asked = []
 for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
-    setattr(torch.cuda, name, lambda *_, **__: asked.append(name))
+    setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
 import importlib
 from shoestring.commands.trials import PRELOADED
 for module in PRELOADED:

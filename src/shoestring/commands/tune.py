@@ -84,7 +84,7 @@ class WritePage:
     """Path of the page to write; defaults to study.html in the folder of the study."""
 
     def run(self) -> int:
-        print(write_page([read_plan(str(file)) for file in self.files or (Path("tune.toml"),)], self.out))
+        print(write_page([read_plan(str(file)) for file in self.files], self.out))
         return 0
 
 

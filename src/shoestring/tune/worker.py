@@ -31,7 +31,7 @@ PREEMPTED = (130, -signal.SIGTERM)
 """Exit codes of a run that others than its worker asked to stop: Slurm sends SIGTERM to every process of a job. It is
 130 once the run has saved."""
 HOPELESS = 3
-"""Failed trials after which a study without any value of its objective is given up."""
+"""Failed trials, beyond those that run and may yet report, after which a study without any value is given up."""
 _TICK = 0.05
 _AGAIN = "the corrected study needs another tune.name"
 
@@ -160,8 +160,9 @@ class TrialWorker:
             note = trial.last_words()
             self._reach(lambda: self.store.finish(lease, "failed", note=note))
             self._reach(lambda: self.proposer.publish(lease.number))
-            failed = sum(each.state == "failed" for each in self._reach(self.store.trials))
-            if failed >= HOPELESS and self._nothing_reported():
+            states = [each.state for each in self._reach(self.store.trials)]
+            failed = states.count("failed")
+            if failed - states.count("held") >= HOPELESS and self._nothing_reported():
                 raise ConfigError(f"{failed} trials failed and none has a result; the last: {note}", hint=_AGAIN)
         else:
             log.warning("trial %d ended with exit code %s and starts again", lease.number, code)
