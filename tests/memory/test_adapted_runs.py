@@ -15,10 +15,12 @@ from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.memory import LoRA
-from shoestring.models import adapter_folder, quantized
+from shoestring.models import adapter_folder
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.llama import save_pretrained
 from shoestring.models.loading import load_model
+from shoestring.models.nf4 import NF4Linear
+from shoestring.models.quantized import Quantized
 from tests.decode.small_server import tokenizer
 from tests.small_runs import write_run_file, write_texts
 
@@ -75,14 +77,15 @@ def test_checkpoints_hold_the_adapters_and_a_hash_of_the_rest(tmp_path):
         job.restore("auto")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits):
+@pytest.mark.parametrize(("bits", "kind"), [(8, "int"), (4, "int"), (4, "nf4")])
+def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, kind):
     model, tokens = gpt(), batch()["inputs"]
     dense = sum(each.nbytes for each in model.state_dict().values())
-    feature = LoRA(rank=2, base_bits=bits)
+    feature = LoRA(rank=2, base_bits=bits, base_type=kind)
     with composed(feature, model=model) as job:
         assert sum(each.nbytes for each in job.weights().values()) < dense * 0.6
-        assert set(quantized.quantized(model).values()) == {bits} and isinstance(model.embed, nn.Embedding)
+        rounded = [name for name, each in model.named_modules() if isinstance(each, Quantized | NF4Linear)]
+        assert len(rounded) == 2 * 4 and all("blocks." in name for name in rounded)
         losses = [float(job.step(batch())) for _ in range(4)]
         assert losses[-1] < losses[0]
         with job.evaluating():
@@ -102,6 +105,7 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits):
         (LoRA(alpha=0.0), "alpha` must be a positive number"),
         (LoRA(dropout=1.0), "dropout` is a probability"),
         (LoRA(layers=("blocks.*.attn.*",)), "matches no linear layer of GPT"),
+        (LoRA(base_bits=8, base_type="nf4"), "nf4 is of 4 bits, not 8"),
         (LoRA(layers=("*",), adapter="somewhere"), "says itself which layers"),
     ],
     ids=lambda value: "" if isinstance(value, LoRA) else value[:12],

@@ -38,6 +38,11 @@ class TestRoundedBase(FeatureSuite):
 
 
 @pytest.mark.slow
+class TestNF4Base(TestRoundedBase):
+    feature = LoRA(rank=4, alpha=8.0, base_bits=4, base_type="nf4")
+
+
+@pytest.mark.slow
 class TestChunkedLoss(FeatureSuite):
     feature = ChunkedLoss(tokens=5)
 

@@ -38,6 +38,15 @@ def test_what_is_packed_unpacks_bit_by_bit(rows, groups, bits, seed):
     assert torch.equal(back[0], numbers) and torch.equal(back[1], scales)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (37, 3), (64, 5)])
+def test_dequantising_in_one_pass_gives_the_bits_of_torchs_operations(rows, groups, dtype, bits):
+    packed, scales = rounding.pack(*rounding.quantize(draw(rows, 32 * groups) * 0.1, bits), bits)
+    found = rounding.dequantize(packed, scales, rows, dtype)
+    assert found.dtype is dtype and torch.equal(found, rounding.plain_dequantize(packed, scales, rows, dtype))
+
+
 def test_the_order_in_memory_is_the_one_that_is_documented():
     numbers = torch.randint(16, (32, 2, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     eight, scales = rounding.pack(numbers, draw(32, 2), 8)

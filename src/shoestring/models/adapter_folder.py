@@ -24,6 +24,7 @@ from shoestring.models import llama
 from shoestring.models.adapters import LowRank, matrix, row_norms
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import GPT
+from shoestring.models.nf4 import NF4Linear
 from shoestring.models.quantized import QuantizedLinear
 from shoestring.storage.whole import write_atomic
 
@@ -106,7 +107,7 @@ def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
         found = {}
         for ours, tensors in llama.layout(model.config):
             layer, start = ours.removesuffix(".weight"), 0
-            if isinstance(model.get_submodule(layer), nn.Linear | QuantizedLinear):
+            if isinstance(model.get_submodule(layer), nn.Linear | QuantizedLinear | NF4Linear):
                 found[layer] = []
                 for tensor in tensors:
                     found[layer].append(
@@ -117,7 +118,7 @@ def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
     return {
         name: [LayerPart(name, slice(None))]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | QuantizedLinear) or is_transposed(module)
+        if isinstance(module, nn.Linear | QuantizedLinear | NF4Linear) or is_transposed(module)
     }
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from shoestring.core.errors import CheckpointError
 from shoestring.models import quantized
 from shoestring.models.blocks import is_transposed
+from shoestring.models.nf4 import NF4Linear
 from shoestring.models.rounding import wide
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
@@ -59,7 +60,7 @@ def fresh(shape: tuple[int, int], rank: int, seed: int) -> tuple[Tensor, Tensor]
 
 def matrix(layer: nn.Module) -> Tensor:
     """The weight (N, K) of a linear layer, dequantised where it is quantised."""
-    if isinstance(layer, quantized.Quantized):
+    if isinstance(layer, quantized.Quantized | NF4Linear):
         return layer.dense()
     weight: Any = layer.weight
     return weight.T if is_transposed(layer) else weight

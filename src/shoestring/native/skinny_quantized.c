@@ -1,4 +1,5 @@
-/* y = x W^T for weights of 8 or 4 bits and few rows of x, reading each weight from memory once.
+/* y = x W^T for weights of 8 or 4 bits and few rows of x, reading each weight from memory once; and such a weight in
+   fp32 or bf16.
 
    The 32 inputs of a group share a scale: w = scale (q - zero), q a byte and zero 128 for 8 bits; q a nibble and zero 8
    for 4. Rows come in sixteens, one for each lane of a 512-bit vector:
@@ -273,4 +274,55 @@ void skinny_quantized(int bits, int64_t columns, int64_t outputs, int64_t inputs
             else
                 any_columns(p, some, 4, 0, sixteen, column);
         }
+}
+
+/* Round to nearest, to even where two are; of what is no NaN. */
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINED void dequantize_sixteen(int bits, int bf16, int64_t rows, int64_t groups, const uint8_t *weight,
+                                const uint16_t *scales, void *dense, int64_t sixteen) {
+    const int lanes = rows - sixteen * LANES < LANES ? (int)(rows - sixteen * LANES) : LANES;
+    for (int64_t g = sixteen * groups; g < (sixteen + 1) * groups; g++) {
+        const uint8_t *numbers = weight + g * GROUP * LANES * bits / 8;
+        float scale[LANES];
+        for (int half = 0; half < LANES; half += WIDTH) *(floats *)(scale + half) = from_fp16(scales + g * LANES + half);
+        for (int lane = 0; lane < lanes; lane++) {
+            float values[GROUP];
+            for (int chunk = 0; chunk < bits; chunk++)
+                for (int i = 0; i < 4; i++) {
+                    const int number = numbers[4 * (chunk * LANES + lane) + i];
+                    if (bits == 8) {
+                        values[4 * chunk + i] = (float)(number - 128) * scale[lane];
+                    } else {
+                        values[4 * chunk + i] = (float)((number & 15) - 8) * scale[lane];
+                        values[16 + 4 * chunk + i] = (float)((number >> 4) - 8) * scale[lane];
+                    }
+                }
+            const int64_t at = ((sixteen * LANES + lane) * groups + g % groups) * GROUP;
+            if (bf16)
+                for (int k = 0; k < GROUP; k++) ((uint16_t *)dense)[at + k] = to_bf16(values[k]);
+            else
+                memcpy((float *)dense + at, values, sizeof values);
+        }
+    }
+}
+
+/* W (rows x 32 groups) in fp32 or bf16. */
+void dequantize(int bits, int bf16, int64_t rows, int64_t groups, const uint8_t *weight, const uint16_t *scales,
+                void *dense, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t sixteen = 0; sixteen < (rows + LANES - 1) / LANES; sixteen++) {
+        if (bits == 8 && bf16)
+            dequantize_sixteen(8, 1, rows, groups, weight, scales, dense, sixteen);
+        else if (bits == 8)
+            dequantize_sixteen(8, 0, rows, groups, weight, scales, dense, sixteen);
+        else if (bf16)
+            dequantize_sixteen(4, 1, rows, groups, weight, scales, dense, sixteen);
+        else
+            dequantize_sixteen(4, 0, rows, groups, weight, scales, dense, sixteen);
+    }
 }

@@ -15,6 +15,7 @@ from shoestring.memory.adapters.layers import choose
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, matrix, row_norms, take_off
 from shoestring.models.blocks import is_in_block, is_transposed
+from shoestring.models.nf4 import NF4Linear
 from shoestring.models.rounding import wide
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def attach(job: Job, settings: LoRA) -> None:
     if settings.base_bits == 16:
         for parameter in model.parameters():  # buffers stay: angles of positions would lose too much
             parameter.data = parameter.data.to(torch.bfloat16)
-    rounded = _round(model, settings.base_bits, job.world.device) if settings.base_bits in (8, 4) else {}
+    rounded = _round(model, settings, job.world.device) if settings.base_bits in (8, 4) else {}
     model.to(job.world.device)
     _freeze(job)
     for name, adapter in adapters.items():
@@ -87,9 +88,10 @@ def _placed(adapter: LowRank, layer: nn.Module, device: torch.device) -> LowRank
     return adapter.to(device, wide(matrix(layer).dtype))
 
 
-def _round(model: nn.Module, bits: Literal[8, 4], device: torch.device) -> dict[str, int]:
+def _round(model: nn.Module, settings: LoRA, device: torch.device) -> dict[str, int]:
     """Put quantised layers on the device in the place of the linear layers of the blocks, one by one, so that at no
     time there is more than one in both forms; their names with their rows."""
+    bits: Literal[8, 4] = 8 if settings.base_bits == 8 else 4
     chosen, _ = quantized.choose(model, bits)
     rows = {}
     for name in chosen:
@@ -97,7 +99,10 @@ def _round(model: nn.Module, bits: Literal[8, 4], device: torch.device) -> dict[
         if is_in_block(name) and not isinstance(layer, nn.Embedding):
             rows[name] = len(matrix(layer))
             layer.to(device)
-            quantized.replace(model, {name: bits}, rounded=True)
+            if settings.base_type == "nf4":
+                model.set_submodule(name, NF4Linear(layer))
+            else:
+                quantized.replace(model, {name: bits}, rounded=True)
     return rows
 
 

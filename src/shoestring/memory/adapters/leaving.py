@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.core.job import Job
-from shoestring.models import adapter_folder
+from shoestring.models import adapter_folder, nf4
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_in
 from shoestring.models.rounding import dequantize
 
@@ -28,7 +28,11 @@ def merged(weights: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str
     plain = {name: value for name, value in weights.items() if name not in ours}
     dtype = next((each.dtype for each in plain.values() if each.is_floating_point()), torch.float32)
     for layer, count in record["rows"].items():
-        dense = dequantize(plain[f"{layer}.weight"], plain.pop(f"{layer}.scales"), count, dtype)
+        weight, scales, coarse = (plain.pop(f"{layer}.{part}", None) for part in ("weight", "scales", "coarse"))
+        if coarse is None:
+            dense = dequantize(weight, scales, count, dtype)
+        else:
+            dense = nf4.dequantize(weight, scales, coarse, count, dtype)
         plain[f"{layer}.weight"] = dense.T if layer in record["transposed"] else dense
     for layer, adapter in adapters_in(weights, record["scales"]).items():
         weight, turned = plain[f"{layer}.weight"], layer in record["transposed"]

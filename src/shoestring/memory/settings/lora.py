@@ -38,6 +38,9 @@ class LoRA(Feature):
     """Bits of the frozen weights: 16 stores the model in bfloat16; 8 or 4 round the linear layers of the blocks to
     integers with a scale for every 32 of them (QLoRA), and leave the rest as it is; 0 leaves all as it is. Fewer bits
     take less memory; rounding costs some loss, and the weights are dequantised for each product, which costs time."""
+    base_type: Literal["int", "nf4"] = "int"
+    """Numbers of a base of 4 bits: `int`, integers with a scale for every 32 (4.5 bits a weight); or `nf4`, QLoRA's
+    NormalFloat with double quantisation (4.13 bits), by bitsandbytes, as PEFT and transformers have it."""
     adapter: str = ""
     """Folder of an adapter in PEFT's format to train further, which then sets rank, scale and layers; by default
     adapters are new and change nothing at first."""
@@ -52,6 +55,7 @@ class LoRA(Feature):
 
     def check(self, job: Job) -> None:
         from shoestring.memory.adapters.layers import choose
+        from shoestring.models import nf4
 
         if self.rank < 1:
             raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
@@ -62,6 +66,11 @@ class LoRA(Feature):
         if self.adapter and self.layers:
             hint = f"remove `{self.name}.layers`"
             raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
+        if self.base_type == "nf4":
+            if self.base_bits != 4:
+                hint = f"set `{self.name}.base_bits` to 4"
+                raise ConfigError(f"`{self.name}.base_type` nf4 is of 4 bits, not {self.base_bits}", hint=hint)
+            nf4.library()
         choice = choose(job.module, self.layers)
         if not choice.adapted and not self.adapter:
             reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.left.items())[:3])
@@ -98,6 +107,7 @@ class LoRA(Feature):
         if "adapted_layers" not in facts:  # `shoestring check` attaches nothing
             facts = sizes(job.module, self.layers, self.rank)
         base = f" of {self.base_bits} bits" if self.base_bits else ""
+        base += " in NF4" if self.base_type == "nf4" else ""
         return (
             f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank} in {facts['adapted_layers']:,.0f} linear layers: "
             f"{facts['adapter_parameters']:,.0f} parameters are trained beside {facts['frozen_parameters']:,.0f} "

@@ -1,0 +1,49 @@
+"""Weights of 8 and 4 bits in floating point, in one pass on a GPU; see `rounding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUPS = 16  # of a row, that a program writes
+
+
+@triton.jit
+def dequantize_kernel(
+    weight: Any, scales: Any, dense: Any, rows: Any, groups: Any, BITS: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
+    """The sixteen rows of a program, 32 GROUPS columns of them.
+
+    weight: sixteens x groups x chunks x 16 rows x 4 bytes; scales: sixteens x groups x 16 rows; dense: rows x columns.
+    """
+    sixteen = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, 16)[:, None]
+    column = tl.program_id(1) * GROUPS * 32 + tl.arange(0, GROUPS * 32)[None, :]
+    group, k = column // 32, column % 32
+    there = (sixteen * 16 + lane < rows) & (group < groups)
+    chunk = k // 4 if BITS == 8 else k % 16 // 4
+    byte = ((sixteen * groups + group) * BITS + chunk) * 64 + lane * 4 + k % 4
+    number = tl.load(weight + byte, mask=there, other=0).to(tl.int32)
+    if BITS == 4:
+        number = (number >> tl.where(k < 16, 0, 4)) & 15
+    zero: tl.constexpr = 128 if BITS == 8 else 8
+    scale = tl.load(scales + (sixteen * groups + group) * 16 + lane, mask=there, other=0).to(tl.float32)
+    value = (number - zero).to(tl.float32) * scale
+    where = (sixteen * 16 + lane) * (groups * 32) + column
+    tl.store(dense + where, value.to(dense.dtype.element_ty), mask=there)
+
+
+def dequantized(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """See `rounding.dequantize`."""
+    kernel: Any = dequantize_kernel
+    sixteens, groups, size = weight.shape
+    dense = torch.empty(rows, groups * 32, dtype=dtype, device=weight.device)
+    kernel[sixteens, triton.cdiv(groups, GROUPS)](
+        weight.contiguous(), scales.contiguous().view(torch.float16), dense, rows, groups,
+        BITS=size // 64, GROUPS=GROUPS,
+    )  # fmt: skip
+    return dense
