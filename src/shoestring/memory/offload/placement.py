@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job
+from shoestring.core.leases import Priority
 from shoestring.memory.offload.copying import CopyStream
 from shoestring.memory.offload.host_memory import HostRegion, aligned
 from shoestring.memory.zero.buckets import ShardedParameter
@@ -45,6 +48,10 @@ class OnHost:
         self.travelling = {name: self.region.take(shapes[name], types[name][1]) for name in shapes}
         self.second = {name: self.region.take(shapes[name], types[name][1]) for name in shapes} if twice else {}
         self._arrived: set[str] = set()  # whose buffer holds a gradient
+        self._memory, self._turn = job.world.memory, ExitStack()
+        self._copying = False
+        job.at(Phase.CAPTURE, self._end_turn)
+        job.exits.callback(self._end_turn)
 
     def _type_of(self, part: ShardedParameter) -> torch.dtype:
         return torch.float32 if self.masters and is_half(part.parameter) else part.parameter.dtype
@@ -56,6 +63,9 @@ class OnHost:
     @torch.no_grad()
     def keep(self, part: ShardedParameter, mean: Tensor) -> Tensor:
         """See `Placement`."""
+        if not self._copying:  # from the first gradient of a step to its end, what is less urgent waits
+            self._turn.enter_context(self._memory.turn(Priority.REQUIRED))
+            self._copying = True
         buffer = self.travelling[part.name]
         if part.name in self._arrived or buffer.dtype != mean.dtype:  # the gradients of several micro-batches
             buffer = self._another(part.name, mean)
@@ -79,6 +89,10 @@ class OnHost:
         """Leave the buffer of a gradient alone until the next call for this parameter."""
         self.travelling[name], self.second[name] = self.second[name], self.travelling[name]
         self._arrived.discard(name)
+
+    def _end_turn(self) -> None:
+        self._turn.close()
+        self._copying = False
 
     def settle(self) -> None:
         """See `Placement`."""
