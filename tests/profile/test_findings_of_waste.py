@@ -346,7 +346,7 @@ def test_memory_is_what_is_allocated_and_kept_in_few_entries():
     assert after.allocated - before.allocated == pytest.approx(kept.nbytes, rel=0.05)
     for number in range(2, 600):
         surroundings.look(float(number))
-    assert len(surroundings.memory) < 128
+    assert len(surroundings.memory) < 64
     assert surroundings.memory[-1].seconds > 580
     assert [each.processor for each in surroundings.work] == sorted(each.processor for each in surroundings.work)
     assert surroundings.clock.resident > kept.nbytes

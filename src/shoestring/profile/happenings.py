@@ -17,11 +17,11 @@ import torch
 
 from shoestring.profile.recording import Events, MemoryAt, StepTimes, WorkAt
 
-MOST_STEPS, MOST_EVENTS = 128, 64
+MOST_STEPS, MOST_EVENTS = 64, 64
 LONGEST_NAME = 200
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
 """How names of operators begin that run what torch.compile made."""
-LOOK_EVERY = 0.05
+LOOK_EVERY = 0.02
 """Seconds between two looks at how much memory and processor time the process has, at first."""
 
 
@@ -99,7 +99,7 @@ class Surroundings:
         self.looked, self.clock.resident = seconds, _resident()
         with suppress(OSError, AttributeError):  # the thread has ended, or its clock cannot be read
             processor = time.clock_gettime(time.pthread_getcpuclockid(self.ident))
-            self.work.append(WorkAt(self.clock.steps, round(processor, 6)))
+            self.work.append(WorkAt(self.clock.steps, round(processor, 4)))
         if self.counted is not None:
             on_accelerator = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
             self.memory.append(MemoryAt(round(seconds, 3), self.counted() + on_accelerator))

@@ -79,11 +79,11 @@ class Facts:
     steps: int = 0
     """Optimizer steps; 0 is not known."""
     clock: list[StepTimes] = field(default_factory=list)
-    """Of all steps in their order, those that follow each other together where there are many: 128 entries at most."""
+    """Of all steps in their order, those that follow each other together where there are many: 64 entries at most."""
     work: list[WorkAt] = field(default_factory=list)
-    """How far the thread that steps had come now and then, 128 entries at most."""
+    """How far the thread that steps had come now and then, 64 entries at most."""
     memory: list[MemoryAt] = field(default_factory=list)
-    """What the process held as time went by, 128 entries at most; empty where that is not known."""
+    """What the process held as time went by, 64 entries at most; empty where that is not known."""
     waits: dict[str, Events] = field(default_factory=dict)
     """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
     torch.compile; 64 at most."""
