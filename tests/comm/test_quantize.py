@@ -13,7 +13,8 @@ from sparse_ranks import totals
 from shoestring.comm.codecs.buckets import BucketLayout
 from shoestring.comm.codecs.codec import ExchangeContext, Grads, advance
 from shoestring.comm.codecs.lockstep import run_lockstep
-from shoestring.comm.codecs.quantize import QuantizeCodec, add_noise_
+from shoestring.comm.codecs.native_buckets import NativeBuckets, kernels
+from shoestring.comm.codecs.quantize import QuantizeCodec, TorchBuckets, add_noise_
 
 SHAPES = {"matrix": (37, 40), "bias": (7,), "long": (1030,), "scalar": ()}
 RANKS = 3
@@ -64,6 +65,70 @@ def test_parts_are_the_whole_and_what_is_written_is_read(sizes, rows, bucket, st
     for part in layout.parts(step):
         part.write(part.read([more]), copies)
     assert all(torch.equal(copy, each) for copy, each in zip(copies, more, strict=True))
+
+
+@pytest.mark.skipif(kernels() is None, reason="no C compiler")
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    ranks=st.integers(1, 4),
+    bucket=st.sampled_from([2, 7, 16, 33]),
+    bits=st.sampled_from([4, 8]),
+    feedback=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_compiled_loops_do_what_torchs_operations_do(sizes, ranks, bucket, bits, feedback, seed):
+    """Levels and scales are the same bits, and errors within a rounding of the product that is subtracted."""
+    generator = torch.Generator().manual_seed(seed)
+    flats = [torch.randn(size, generator=generator) * 10 ** (size % 5 - 2) for size in sizes]
+    residuals = [torch.randn(size, generator=generator) for size in sizes] if feedback else []
+    flats[0][::3] = 0
+    codec = QuantizeCodec(bits, bucket=bucket, rounding="nearest", feedback=feedback)
+    layout, own = BucketLayout(flats, ranks, bucket), ranks - 1
+    sent = torch.randint(-codec.top, codec.top, (ranks, layout.buckets, bucket), dtype=torch.int8, generator=generator)
+    of_sent = torch.rand(ranks, layout.buckets, 1, generator=generator)
+    used = torch.arange(ranks * layout.buckets)[:, None] < layout.starts[-1]
+    there = (torch.arange(bucket) < layout.entries()) & used
+    sent *= there.view(ranks, layout.buckets, bucket)[own]  # nobody sends anything in the place of padding
+    found = []
+    for kind in ("native", "torch"):
+        ours, left = [flat.clone() for flat in flats], [each.clone() for each in residuals]
+        buckets = (
+            NativeBuckets(layout, ours, left, codec.top, None)
+            if kind == "native"
+            else TorchBuckets(codec, layout, ours, left, generator)
+        )
+        count = ranks * layout.buckets
+        levels, scales = torch.zeros(count, bucket, dtype=torch.int8), torch.zeros(count, 1)
+        largest, exact = torch.zeros(layout.buckets, 1), slice(own * layout.buckets, count)
+        buckets.measure(own, largest)
+        buckets.encode(slice(0, own), levels[: own * layout.buckets], scales[: own * layout.buckets])
+        buckets.encode_average(own, (sent, of_sent), levels[exact], scales[exact])
+        buckets.decode(levels, scales)
+        found.append((levels, scales, largest, ours, left))
+    ours, torchs = found
+    assert torch.equal(ours[2], torchs[2]) and torch.equal(ours[0][: exact.start], torchs[0][: exact.start])
+    torch.testing.assert_close(ours[1], torchs[1], rtol=1e-6, atol=0)
+    # A mean over the ranks that lies halfway between two levels may go either way: sums are rounded differently.
+    apart = (ours[0].short() - torchs[0].short()).abs()
+    assert apart.max() <= 1 and apart.sum() <= 1
+    if not apart.any():
+        for one, other in zip(ours[3] + ours[4], torchs[3] + torchs[4], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(kernels() is None, reason="no C compiler")
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 20, 36])
+def test_the_compiled_loops_show_what_is_not_finite(wrong, at):
+    flat = torch.ones(37)
+    flat[at] = wrong
+    buckets = NativeBuckets(BucketLayout([flat], 1, 64), [flat], [], 7, None)
+    levels, scales, largest = torch.ones(1, 64, dtype=torch.int8), torch.zeros(1, 1), torch.zeros(1, 1)
+    buckets.measure(0, largest)
+    buckets.encode(slice(0, 1), levels, scales)
+    assert not scales.isfinite().any() and not largest.isfinite().any()
+    assert not levels.any()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

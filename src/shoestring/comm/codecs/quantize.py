@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs.bits import pack, unpack
 from shoestring.comm.codecs.buckets import BLOCK, BucketLayout, BucketRange
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads
+from shoestring.comm.codecs.native_buckets import LARGEST, NativeBuckets, kernels
 
 
 class ReduceScatterCodec(Codec):
@@ -59,45 +60,27 @@ class ReduceScatterCodec(Codec):
             return
         noise, flats = make_generator(self.seed, context, grads), [grad.view(-1) for grad in grads.values()]
         residuals = [state.view(-1) for state in self.get_states("residual", grads)] if self.feedback else []
-        summands = [flats, residuals] if self.feedback else [flats]
-        # Compression errors are stored in place of the gradients until the last answers have arrived.
-        errors = [flat if flat.dtype == torch.float32 else flat.float() for flat in flats] if self.feedback else []
-        layout, row = BucketLayout(flats, context.size, self.bucket), context.rank
-        entries, step = layout.entries(), layout.step()
-        levels = torch.zeros(len(entries), self.bucket, dtype=torch.int8, device=entries.device)
-        scales = torch.empty_like(entries)
-        for part in layout.parts(step, row, row + 1):  # its own row does not travel, but non-finite entries must show
-            scales[part.start : part.stop] = part.read(summands).abs().amax(-1, keepdim=True)
-        for part in [*layout.parts(step, 0, row), *layout.parts(step, row + 1)]:
-            x = part.read(summands)
-            self._compress(x, part.start, entries, (levels, scales), noise)
-            if self.feedback:
-                part.write(x, errors)
+        layout, rank = BucketLayout(flats, context.size, self.bucket), context.rank
+        buckets = self.buckets(layout, flats, residuals, noise)
+        levels = torch.zeros(layout.rows * layout.buckets, self.bucket, dtype=torch.int8, device=layout.device)
+        scales = torch.empty(len(levels), 1, device=layout.device)
+        own = slice(rank * layout.buckets, (rank + 1) * layout.buckets)
+        buckets.measure(rank, scales[own])  # its own row does not travel, but non-finite entries must show
+        for rows in (slice(0, rank), slice(rank + 1, context.size)):
+            some = slice(rows.start * layout.buckets, rows.stop * layout.buckets)
+            buckets.encode(rows, levels[some], scales[some])
         largest = scales.amax().expand(context.size, 1)  # shows every rank whether all entries are finite
         *theirs, _ = yield [AllToAll(tensor) for tensor in [*self._pack(levels, scales, context.size), largest]]
 
-        mine = layout.parts(layout.step(beside=context.size), row, row + 1)
-        own = slice(mine[0].start, mine[-1].stop)
-        averages = list(self._average(theirs, mine, summands, row))
-        for part, average in zip(mine, averages, strict=True):
-            self._compress(average, part.start, entries, (levels, scales), noise)
-            if self.feedback:
-                part.write(average.mul_(context.size), errors)
+        buckets.encode_average(rank, self._unpack(theirs), levels[own], scales[own])
         everywhere = yield [AllGather(rows[0]) for rows in self._pack(levels[own], scales[own], 1)]
-        if self.feedback:
-            foreach_copy_(residuals, errors)
-        levels, scales = (tensor.flatten(0, 1) for tensor in self._unpack(everywhere))
-        for part in layout.parts(step):
-            part.write(levels[part.start : part.stop] * scales[part.start : part.stop], flats)
+        buckets.decode(*(tensor.flatten(0, 1) for tensor in self._unpack(everywhere)))
 
-    def _compress(
-        self, x: Tensor, start: int, entries: Tensor, into: tuple[Tensor, Tensor], noise: torch.Generator
-    ) -> None:
-        """Store levels and scales of x (buckets, bucket) from bucket `start` on; x becomes the compression error."""
-        block = slice(start, start + len(x))
-        levels, scale = self.encode(x, entries[block], noise)
-        into[0][block], into[1][block] = levels, scale
-        x.addcmul_(levels, scale, value=-1)
+    def buckets(
+        self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
+    ) -> Buckets:
+        """What encodes and decodes the entries."""
+        return TorchBuckets(self, layout, flats, residuals, noise)
 
     def _pack(self, levels: Tensor, scales: Tensor, rows: int) -> list[Tensor]:
         """Pack levels and scales as they travel: codes (rows, bytes), and scales (rows, buckets, 1)."""
@@ -114,16 +97,80 @@ class ReduceScatterCodec(Codec):
             codes = codes.bitwise_left_shift_(self.shift).sub_(self.offset)
         return codes.unflatten(1, (-1, self.bucket)), scales
 
-    def _average(
-        self, theirs: Sequence[Tensor], mine: Sequence[BucketRange], summands: Sequence[Sequence[Tensor]], rank: int
-    ) -> Iterator[Tensor]:
-        """The mean of each range of this rank's row: of the others' messages, and of its own exact entries."""
-        levels, scales = self._unpack(theirs)
-        for part in mine:
-            block = slice(part.start - mine[0].start, part.stop - mine[0].start)
-            ranks = levels[:, block] * scales[:, block]
-            ranks[rank] = part.read(summands)
-            yield ranks.mean(0)
+
+class Buckets(Protocol):
+    """The entries of one exchange, which this turns into levels and scales of buckets, and back.
+
+    Where there are residuals, they are added to the entries; the errors of compression are kept in the place of the
+    gradients, and become the residuals in `decode`, because an exchange may be broken off before.
+    """
+
+    def measure(self, row: int, scales: Tensor) -> None:
+        """The largest magnitude of each bucket of a row, into scales (buckets, 1); non-finite where an entry is."""
+
+    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
+        """Encode rows into levels (buckets, bucket) in int8 and scales (buckets, 1)."""
+
+    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
+        """Encode the mean over the ranks of a row: of what others sent, (ranks, buckets, …), and of the own entries."""
+
+    def decode(self, levels: Tensor, scales: Tensor) -> None:
+        """Replace the gradients by what levels (all buckets, bucket) and scales stand for."""
+
+
+class TorchBuckets:
+    """By torch's operations, in blocks that fit the cache."""
+
+    def __init__(
+        self,
+        codec: ReduceScatterCodec,
+        layout: BucketLayout,
+        flats: list[Tensor],
+        residuals: list[Tensor],
+        noise: torch.Generator,
+    ) -> None:
+        self.codec, self.layout, self.flats, self.residuals, self.noise = codec, layout, flats, residuals, noise
+        self.entries, self.step = layout.entries(), layout.step()
+        self.summands = [flats, residuals] if residuals else [flats]
+        self.errors = [flat if flat.dtype == torch.float32 else flat.float() for flat in flats] if residuals else []
+
+    def measure(self, row: int, scales: Tensor) -> None:
+        """See `Buckets`."""
+        first = row * self.layout.buckets
+        for part in self.layout.parts(self.step, row, row + 1):
+            scales[part.start - first : part.stop - first] = part.read(self.summands).abs().amax(-1, keepdim=True)
+
+    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        for part in self.layout.parts(self.step, rows.start, rows.stop):
+            self._compress(part.read(self.summands), part, rows.start, 1, levels, scales)
+
+    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        ranks, first = self.layout.rows, row * self.layout.buckets
+        for part in self.layout.parts(self.layout.step(beside=ranks), row, row + 1):
+            block = slice(part.start - first, part.stop - first)
+            each = theirs[0][:, block] * theirs[1][:, block]
+            each[row] = part.read(self.summands)
+            self._compress(each.mean(0), part, row, ranks, levels, scales)
+
+    def _compress(
+        self, x: Tensor, part: BucketRange, row: int, ranks: int, into_levels: Tensor, into_scales: Tensor
+    ) -> None:
+        """Store levels and scales of x (buckets, bucket), and its errors times the number of ranks that it is of."""
+        first = row * self.layout.buckets
+        block = slice(part.start - first, part.stop - first)
+        levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)
+        into_levels[block], into_scales[block] = levels, scale
+        if self.errors:
+            part.write(x.addcmul_(levels, scale, value=-1).mul_(ranks), self.errors)
+
+    def decode(self, levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        if self.errors:
+            foreach_copy_(self.residuals, self.errors)
+        for part in self.layout.parts(self.step):
+            part.write(levels[part.start : part.stop] * scales[part.start : part.stop], self.flats)
 
 
 class QuantizeCodec(ReduceScatterCodec):
@@ -148,6 +195,15 @@ class QuantizeCodec(ReduceScatterCodec):
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
         self.rounding, self.top = rounding, 2 ** (bits - 1) - 1
         self.offset = self.top if bits < 8 else 0
+
+    def buckets(
+        self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
+    ) -> Buckets:
+        """See `ReduceScatterCodec`."""
+        fits = layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
+        if fits and self.bucket <= LARGEST and kernels() is not None:
+            return NativeBuckets(layout, flats, residuals, self.top, noise if self.rounding == "stochastic" else None)
+        return super().buckets(layout, flats, residuals, noise)
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().amax(-1, keepdim=True).div_(self.top)

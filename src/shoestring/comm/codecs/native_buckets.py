@@ -1,0 +1,113 @@
+"""Quantised buckets by a C function that reads and writes each entry once; `quantize.Buckets` says what it does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoestring import native
+from shoestring.comm.codecs.buckets import BucketLayout
+
+LARGEST = 2**14
+"""Entries of the largest bucket: a thread has two of them on its stack."""
+
+
+class Kernels(NamedTuple):
+    """The C functions of `buckets.c`."""
+
+    encode: Any
+    encode_average: Any
+    decode: Any
+
+
+@cache
+def kernels() -> Kernels | None:
+    """None on a machine that cannot compile them."""
+    size, pointer, whole = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    where = [size, size, pointer, pointer, pointer, pointer, size, size]
+    said = "gradients are quantised by torch's operations, which is slower"
+    encoded = [*where, whole, pointer, pointer, pointer, whole]
+    found = [
+        native.function(name, types, said, file="buckets")
+        for name, types in (
+            ("encode_buckets", encoded),
+            ("encode_averages", [*encoded, size, size, pointer, pointer]),
+            ("decode_buckets", [*where, pointer, pointer, whole]),
+        )
+    ]
+    return None if None in found else Kernels(*found)
+
+
+class NativeBuckets:
+    """Of contiguous tensors in fp32 on a CPU.
+
+    Args:
+        noise: for stochastic rounding; None rounds to nearest.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        flats: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        top: int,
+        noise: torch.Generator | None,
+    ) -> None:
+        found = kernels()
+        assert found is not None
+        self.kernels, self.layout, self.top, self.noise = found, layout, top, noise
+        count, size = len(flats), ctypes.c_int64
+        self._where = (
+            count,
+            layout.bucket,
+            (size * count)(*layout.sizes),
+            (size * (count + 1))(*layout.starts),
+            _places(flats),
+            _places(residuals) if residuals else None,
+        )
+
+    def measure(self, row: int, scales: Tensor) -> None:
+        """See `Buckets`."""
+        self._encode(slice(row, row + 1), None, scales)
+
+    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        self._encode(rows, levels, scales)
+
+    def _encode(self, rows: slice, levels: Tensor | None, scales: Tensor) -> None:
+        noise = self._draw(levels)
+        into = None if levels is None else levels.data_ptr()
+        self.kernels.encode(*self._args(rows, noise), into, scales.data_ptr(), torch.get_num_threads())
+
+    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        noise = self._draw(levels)
+        sent, of_sent = theirs[0].contiguous(), theirs[1].contiguous()
+        args = self._args(slice(row, row + 1), noise)
+        into = (levels.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        self.kernels.encode_average(*args, *into, self.layout.rows, row, sent.data_ptr(), of_sent.data_ptr())
+
+    def decode(self, levels: Tensor, scales: Tensor) -> None:
+        """See `Buckets`."""
+        levels, scales = levels.contiguous(), scales.contiguous()
+        last = self.layout.rows * self.layout.buckets
+        self.kernels.decode(*self._where, 0, last, levels.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+
+    def _args(self, rows: slice, noise: Tensor | None) -> tuple[Any, ...]:
+        ends = (rows.start * self.layout.buckets, rows.stop * self.layout.buckets)
+        return (*self._where, *ends, self.top, None if noise is None else noise.data_ptr())
+
+    def _draw(self, levels: Tensor | None) -> Tensor | None:
+        """16 bits for each level."""
+        if self.noise is None or levels is None:
+            return None
+        return torch.empty(-(-levels.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
+
+
+def _places(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*[each.data_ptr() for each in tensors])

@@ -1,0 +1,154 @@
+/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top. One pass over memory encodes a
+   bucket, adds what earlier exchanges left out, and keeps what this one leaves out.
+
+   Tensor k has `sizes[k]` entries, in buckets `starts[k]` to `starts[k + 1]`, the last of which may be filled up with
+   zeros; buckets from `starts[tensors]` on hold nothing. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+typedef struct {
+    int64_t tensors, bucket;
+    const int64_t *sizes, *starts;
+    float *const *flats;     /* gradients; with `residuals`, the errors of compression take their place */
+    float *const *residuals; /* what earlier exchanges left out; NULL where nothing is kept */
+} Buckets;
+
+typedef struct {
+    float *x, *residual;
+    int64_t count;
+} Entries;
+
+/* The entries of bucket b; none of an unused one. */
+static Entries entries_of(const Buckets *all, int64_t b) {
+    if (b >= all->starts[all->tensors]) return (Entries){0};
+    int64_t k = 0, high = all->tensors;
+    while (high - k > 1) {
+        const int64_t middle = (k + high) / 2;
+        if (all->starts[middle] <= b) k = middle;
+        else high = middle;
+    }
+    const int64_t begin = (b - all->starts[k]) * all->bucket, left = all->sizes[k] - begin;
+    const int64_t count = left < all->bucket ? left : all->bucket;
+    return (Entries){all->flats[k] + begin, all->residuals ? all->residuals[k] + begin : 0, count};
+}
+
+static void read_sums(Entries from, float *restrict x) {
+    if (from.residual)
+        for (int64_t i = 0; i < from.count; i++) x[i] = from.x[i] + from.residual[i];
+    else
+        memcpy(x, from.x, (size_t)from.count * sizeof *x);
+}
+
+/* The largest magnitude; not finite where an entry is not. */
+static float largest(const float *x, int64_t n) {
+    float most[LANES] = {0}, wrong[LANES] = {0}, found = 0, bad = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            const float size = fabsf(x[i + lane]);
+            most[lane] = size > most[lane] ? size : most[lane];
+            wrong[lane] += x[i + lane] * 0; /* NaN where the entry is not finite, which no comparison tells */
+        }
+    for (int lane = 0; lane < LANES; lane++) {
+        found = most[lane] > found ? most[lane] : found;
+        bad += wrong[lane];
+    }
+    for (; i < n; i++) {
+        found = fabsf(x[i]) > found ? fabsf(x[i]) : found;
+        bad += x[i] * 0;
+    }
+    return found + bad;
+}
+
+/* Store the levels of x, and return the scale. `noise` of 16 bits moves each by less than a half, or is NULL. */
+static float encode(const float *restrict x, int64_t n, int64_t bucket, int top, const int16_t *restrict noise,
+                    int8_t *restrict levels) {
+    const float scale = largest(x, n) / (float)top;
+    const float inverse = scale > 0 && isfinite(scale) ? 1 / scale : 0;
+    memset(levels + n, 0, (size_t)(bucket - n));
+    if (!(inverse > 0) || !isfinite(inverse)) {
+        memset(levels, 0, (size_t)n);
+        return scale;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float q = x[i] * inverse;
+        if (noise) q = (q + (float)noise[i] * 0x1p-16f) + 0x1p-17f;
+        q = rintf(q);
+        q = q < (float)-top ? (float)-top : q > (float)top ? (float)top : q;
+        levels[i] = (int8_t)q;
+    }
+    return scale;
+}
+
+static void keep_errors(Entries to, const float *restrict x, const int8_t *restrict levels, float scale, float times) {
+    for (int64_t i = 0; i < to.count; i++) to.x[i] = (x[i] - (float)levels[i] * scale) * times;
+}
+
+/* Levels (last - first, bucket) and scales of buckets; without `levels`, their largest magnitudes alone. */
+void encode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
+                    float *const *residuals, int64_t first, int64_t last, int top, const int16_t *noise,
+                    int8_t *levels, float *scales, int threads) {
+    const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t b = first; b < last; b++) {
+        const Entries entries = entries_of(&all, b);
+        const int64_t at = b - first;
+        float x[bucket];
+        read_sums(entries, x);
+        if (!levels) {
+            scales[at] = largest(x, entries.count);
+            continue;
+        }
+        scales[at] = encode(x, entries.count, bucket, top, noise ? noise + at * bucket : 0, levels + at * bucket);
+        if (residuals) keep_errors(entries, x, levels + at * bucket, scales[at], 1);
+    }
+}
+
+/* Levels and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bucket) with
+   `their_scales`, but for this rank's, `own`, which are exact. Errors are those of the sum over the ranks. */
+void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
+                     float *const *residuals, int64_t first, int64_t last, int top, const int16_t *noise,
+                     int8_t *levels, float *scales, int threads, int64_t ranks, int64_t own, const int8_t *theirs,
+                     const float *their_scales) {
+    const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
+    const int64_t row = last - first;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t b = first; b < last; b++) {
+        const Entries entries = entries_of(&all, b);
+        const int64_t at = b - first;
+        float x[bucket], sum[bucket];
+        read_sums(entries, x);
+        memset(sum, 0, sizeof sum);
+        for (int64_t rank = 0; rank < ranks; rank++) {
+            const int8_t *restrict of = theirs + (rank * row + at) * bucket;
+            const float scale = their_scales[rank * row + at];
+            if (rank == own)
+                for (int64_t i = 0; i < entries.count; i++) sum[i] += x[i];
+            else
+                for (int64_t i = 0; i < entries.count; i++) sum[i] += (float)of[i] * scale;
+        }
+        for (int64_t i = 0; i < entries.count; i++) sum[i] /= (float)ranks;
+        scales[at] = encode(sum, entries.count, bucket, top, noise ? noise + at * bucket : 0, levels + at * bucket);
+        if (residuals) keep_errors(entries, sum, levels + at * bucket, scales[at], (float)ranks);
+    }
+}
+
+/* Entries from levels (last - first, bucket) and scales: one rounding, so that all ranks have the same bits. Before that
+   the errors, which stood in the place of the entries, become the new residuals. */
+void decode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
+                    float *const *residuals, int64_t first, int64_t last, const int8_t *levels, const float *scales,
+                    int threads) {
+    const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t b = first; b < last; b++) {
+        const Entries to = entries_of(&all, b);
+        const int8_t *restrict from = levels + (b - first) * bucket;
+        const float scale = scales[b - first];
+        if (to.residual) memcpy(to.residual, to.x, (size_t)to.count * sizeof *to.x);
+        for (int64_t i = 0; i < to.count; i++) to.x[i] = (float)from[i] * scale;
+    }
+}
