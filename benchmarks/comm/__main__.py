@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import comm
-from benchmarks.comm import added, auto, efficiency, pictures, safety, selection, wire_bytes
+from benchmarks.comm import added, auto, efficiency, encoding, pictures, safety, selection, wire_bytes
 from benchmarks.comm.contest import TRIAL, Contest, Sizes
 from benchmarks.comm.store import Store
 from benchmarks.harness import Bar, Deadline, main
@@ -28,7 +28,7 @@ def rows(ask: efficiency.Ask, sizes: Sizes) -> list[Bar]:
         *auto.rows(ask),
         *selection.rows(ask),
     ]
-    return [*map(_where_possible, on_netlab), *wire_bytes.rows(ask), *safety.rows(), *comm.gpu_rows()]
+    return [*map(_where_possible, on_netlab), *wire_bytes.rows(ask), *encoding.rows(), *safety.rows(), *comm.gpu_rows()]
 
 
 def _where_possible(bar: Bar) -> Bar:

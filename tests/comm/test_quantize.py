@@ -85,27 +85,28 @@ def test_the_compiled_loops_do_what_torchs_operations_do(sizes, ranks, bucket, b
     flats[0][::3] = 0
     codec = QuantizeCodec(bits, bucket=bucket, rounding="nearest", feedback=feedback)
     layout, own = BucketLayout(flats, ranks, bucket), ranks - 1
-    sent = torch.randint(-codec.top, codec.top, (ranks, layout.buckets, bucket), dtype=torch.int8, generator=generator)
+    drawn = torch.randint(-codec.top, codec.top, (ranks, layout.buckets, bucket), dtype=torch.int8, generator=generator)
     of_sent = torch.rand(ranks, layout.buckets, 1, generator=generator)
     used = torch.arange(ranks * layout.buckets)[:, None] < layout.starts[-1]
     there = (torch.arange(bucket) < layout.entries()) & used
-    sent *= there.view(ranks, layout.buckets, bucket)[own]  # nobody sends anything in the place of padding
+    drawn *= there.view(ranks, layout.buckets, bucket)[own]  # nobody sends anything in the place of padding
+    sent = torch.stack([codec.pack(each) for each in drawn])
     found = []
     for kind in ("native", "torch"):
         ours, left = [flat.clone() for flat in flats], [each.clone() for each in residuals]
         buckets = (
-            NativeBuckets(layout, ours, left, codec.top, None)
+            NativeBuckets(layout, ours, left, bits, None)
             if kind == "native"
             else TorchBuckets(codec, layout, ours, left, generator)
         )
         count = ranks * layout.buckets
-        levels, scales = torch.zeros(count, bucket, dtype=torch.int8), torch.zeros(count, 1)
+        codes, scales = torch.zeros(count, sent.shape[-1], dtype=torch.uint8), torch.zeros(count, 1)
         largest, exact = torch.zeros(layout.buckets, 1), slice(own * layout.buckets, count)
         buckets.measure(own, largest)
-        buckets.encode(slice(0, own), levels[: own * layout.buckets], scales[: own * layout.buckets])
-        buckets.encode_average(own, (sent, of_sent), levels[exact], scales[exact])
-        buckets.decode(levels, scales)
-        found.append((levels, scales, largest, ours, left))
+        buckets.encode(slice(0, own), codes[: exact.start], scales[: exact.start])
+        buckets.encode_average(own, sent, of_sent, codes[exact], scales[exact])
+        buckets.decode(codes, scales)
+        found.append((codec.unpack(codes), scales, largest, ours, left))
     ours, torchs = found
     assert torch.equal(ours[2], torchs[2]) and torch.equal(ours[0][: exact.start], torchs[0][: exact.start])
     torch.testing.assert_close(ours[1], torchs[1], rtol=1e-6, atol=0)
@@ -123,12 +124,12 @@ def test_the_compiled_loops_do_what_torchs_operations_do(sizes, ranks, bucket, b
 def test_the_compiled_loops_show_what_is_not_finite(wrong, at):
     flat = torch.ones(37)
     flat[at] = wrong
-    buckets = NativeBuckets(BucketLayout([flat], 1, 64), [flat], [], 7, None)
-    levels, scales, largest = torch.ones(1, 64, dtype=torch.int8), torch.zeros(1, 1), torch.zeros(1, 1)
+    buckets = NativeBuckets(BucketLayout([flat], 1, 64), [flat], [], 8, None)
+    codes, scales, largest = torch.ones(1, 64, dtype=torch.uint8), torch.zeros(1, 1), torch.zeros(1, 1)
     buckets.measure(0, largest)
-    buckets.encode(slice(0, 1), levels, scales)
+    buckets.encode(slice(0, 1), codes, scales)
     assert not scales.isfinite().any() and not largest.isfinite().any()
-    assert not levels.any()
+    assert not codes.any()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -1,5 +1,8 @@
-/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top. One pass over memory encodes a
-   bucket, adds what earlier exchanges left out, and keeps what this one leaves out.
+/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top, 127 or 7. One pass over memory
+   encodes a bucket, adds what earlier exchanges left out, and keeps what this one leaves out.
+
+   A level of 8 bits travels as it is. Of 4 bits, 7 is added to it; a byte has the codes of an entry of the first half of
+   its bucket, and of that entry of the second half, in its high bits.
 
    Tensor k has `sizes[k]` entries, in buckets `starts[k]` to `starts[k + 1]`, the last of which may be filled up with
    zeros; buckets from `starts[tensors]` on hold nothing. */
@@ -64,9 +67,33 @@ static float largest(const float *x, int64_t n) {
     return found + bad;
 }
 
+static int64_t bytes_of(int64_t bucket, int bits) { return bits == 8 ? bucket : (bucket + 1) / 2; }
+
+static void pack(const int8_t *restrict levels, int64_t bucket, int bits, uint8_t *restrict codes) {
+    const int64_t half = bytes_of(bucket, bits);
+    if (bits == 8) {
+        memcpy(codes, levels, (size_t)bucket);
+        return;
+    }
+    for (int64_t i = 0; i < bucket - half; i++)
+        codes[i] = (uint8_t)((levels[i] + 7) | (levels[half + i] + 7) << 4);
+    if (bucket % 2) codes[half - 1] = (uint8_t)(levels[half - 1] + 7);
+}
+
+static void unpack(const uint8_t *restrict codes, int64_t bucket, int bits, int8_t *restrict levels) {
+    const int64_t half = bytes_of(bucket, bits);
+    if (bits == 8) {
+        memcpy(levels, codes, (size_t)bucket);
+        return;
+    }
+    for (int64_t i = 0; i < half; i++) levels[i] = (int8_t)((codes[i] & 15) - 7);
+    for (int64_t i = 0; i < bucket - half; i++) levels[half + i] = (int8_t)((codes[i] >> 4) - 7);
+}
+
 /* Store the levels of x, and return the scale. `noise` of 16 bits moves each by less than a half, or is NULL. */
-static float encode(const float *restrict x, int64_t n, int64_t bucket, int top, const int16_t *restrict noise,
+static float encode(const float *restrict x, int64_t n, int64_t bucket, int bits, const int16_t *restrict noise,
                     int8_t *restrict levels) {
+    const int top = bits == 8 ? 127 : 7;
     const float scale = largest(x, n) / (float)top;
     const float inverse = scale > 0 && isfinite(scale) ? 1 / scale : 0;
     memset(levels + n, 0, (size_t)(bucket - n));
@@ -88,31 +115,33 @@ static void keep_errors(Entries to, const float *restrict x, const int8_t *restr
     for (int64_t i = 0; i < to.count; i++) to.x[i] = (x[i] - (float)levels[i] * scale) * times;
 }
 
-/* Levels (last - first, bucket) and scales of buckets; without `levels`, their largest magnitudes alone. */
+/* Codes (last - first, bytes) and scales of buckets; without `codes`, their largest magnitudes alone. */
 void encode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
-                    float *const *residuals, int64_t first, int64_t last, int top, const int16_t *noise,
-                    int8_t *levels, float *scales, int threads) {
+                    float *const *residuals, int64_t first, int64_t last, int bits, const int16_t *noise,
+                    uint8_t *codes, float *scales, int threads) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t b = first; b < last; b++) {
         const Entries entries = entries_of(&all, b);
         const int64_t at = b - first;
         float x[bucket];
+        int8_t levels[bucket];
         read_sums(entries, x);
-        if (!levels) {
+        if (!codes) {
             scales[at] = largest(x, entries.count);
             continue;
         }
-        scales[at] = encode(x, entries.count, bucket, top, noise ? noise + at * bucket : 0, levels + at * bucket);
-        if (residuals) keep_errors(entries, x, levels + at * bucket, scales[at], 1);
+        scales[at] = encode(x, entries.count, bucket, bits, noise ? noise + at * bucket : 0, levels);
+        pack(levels, bucket, bits, codes + at * bytes_of(bucket, bits));
+        if (residuals) keep_errors(entries, x, levels, scales[at], 1);
     }
 }
 
-/* Levels and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bucket) with
+/* Codes and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bytes) with
    `their_scales`, but for this rank's, `own`, which are exact. Errors are those of the sum over the ranks. */
 void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
-                     float *const *residuals, int64_t first, int64_t last, int top, const int16_t *noise,
-                     int8_t *levels, float *scales, int threads, int64_t ranks, int64_t own, const int8_t *theirs,
+                     float *const *residuals, int64_t first, int64_t last, int bits, const int16_t *noise,
+                     uint8_t *codes, float *scales, int threads, int64_t ranks, int64_t own, const uint8_t *theirs,
                      const float *their_scales) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
     const int64_t row = last - first;
@@ -121,34 +150,38 @@ void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, cons
         const Entries entries = entries_of(&all, b);
         const int64_t at = b - first;
         float x[bucket], sum[bucket];
+        int8_t levels[bucket];
         read_sums(entries, x);
         memset(sum, 0, sizeof sum);
         for (int64_t rank = 0; rank < ranks; rank++) {
-            const int8_t *restrict of = theirs + (rank * row + at) * bucket;
             const float scale = their_scales[rank * row + at];
-            if (rank == own)
+            if (rank == own) {
                 for (int64_t i = 0; i < entries.count; i++) sum[i] += x[i];
-            else
-                for (int64_t i = 0; i < entries.count; i++) sum[i] += (float)of[i] * scale;
+                continue;
+            }
+            unpack(theirs + (rank * row + at) * bytes_of(bucket, bits), bucket, bits, levels);
+            for (int64_t i = 0; i < entries.count; i++) sum[i] += (float)levels[i] * scale;
         }
         for (int64_t i = 0; i < entries.count; i++) sum[i] /= (float)ranks;
-        scales[at] = encode(sum, entries.count, bucket, top, noise ? noise + at * bucket : 0, levels + at * bucket);
-        if (residuals) keep_errors(entries, sum, levels + at * bucket, scales[at], (float)ranks);
+        scales[at] = encode(sum, entries.count, bucket, bits, noise ? noise + at * bucket : 0, levels);
+        pack(levels, bucket, bits, codes + at * bytes_of(bucket, bits));
+        if (residuals) keep_errors(entries, sum, levels, scales[at], (float)ranks);
     }
 }
 
-/* Entries from levels (last - first, bucket) and scales: one rounding, so that all ranks have the same bits. Before that
+/* Entries from codes (last - first, bytes) and scales: one rounding, so that all ranks have the same bits. Before that
    the errors, which stood in the place of the entries, become the new residuals. */
 void decode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
-                    float *const *residuals, int64_t first, int64_t last, const int8_t *levels, const float *scales,
-                    int threads) {
+                    float *const *residuals, int64_t first, int64_t last, int bits, const uint8_t *codes,
+                    const float *scales, int threads) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t b = first; b < last; b++) {
         const Entries to = entries_of(&all, b);
-        const int8_t *restrict from = levels + (b - first) * bucket;
+        int8_t levels[bucket];
         const float scale = scales[b - first];
         if (to.residual) memcpy(to.residual, to.x, (size_t)to.count * sizeof *to.x);
-        for (int64_t i = 0; i < to.count; i++) to.x[i] = (float)from[i] * scale;
+        unpack(codes + (b - first) * bytes_of(bucket, bits), bucket, bits, levels);
+        for (int64_t i = 0; i < to.count; i++) to.x[i] = (float)levels[i] * scale;
     }
 }

@@ -37,7 +37,7 @@ def kernels() -> Kernels | None:
         for name, types in (
             ("encode_buckets", encoded),
             ("encode_averages", [*encoded, size, size, pointer, pointer]),
-            ("decode_buckets", [*where, pointer, pointer, whole]),
+            ("decode_buckets", [*where, whole, pointer, pointer, whole]),
         )
     ]
     return None if None in found else Kernels(*found)
@@ -47,6 +47,7 @@ class NativeBuckets:
     """Of contiguous tensors in fp32 on a CPU.
 
     Args:
+        bits: 8 or 4.
         noise: for stochastic rounding; None rounds to nearest.
     """
 
@@ -55,12 +56,12 @@ class NativeBuckets:
         layout: BucketLayout,
         flats: Sequence[Tensor],
         residuals: Sequence[Tensor],
-        top: int,
+        bits: int,
         noise: torch.Generator | None,
     ) -> None:
         found = kernels()
         assert found is not None
-        self.kernels, self.layout, self.top, self.noise = found, layout, top, noise
+        self.kernels, self.layout, self.bits, self.noise = found, layout, bits, noise
         count, size = len(flats), ctypes.c_int64
         self._where = (
             count,
@@ -75,38 +76,40 @@ class NativeBuckets:
         """See `Buckets`."""
         self._encode(slice(row, row + 1), None, scales)
 
-    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
+    def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
-        self._encode(rows, levels, scales)
+        self._encode(rows, codes, scales)
 
-    def _encode(self, rows: slice, levels: Tensor | None, scales: Tensor) -> None:
-        noise = self._draw(levels)
-        into = None if levels is None else levels.data_ptr()
+    def _encode(self, rows: slice, codes: Tensor | None, scales: Tensor) -> None:
+        noise = None if codes is None else self._draw(len(codes))
+        into = None if codes is None else codes.data_ptr()
         self.kernels.encode(*self._args(rows, noise), into, scales.data_ptr(), torch.get_num_threads())
 
-    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
+    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
-        noise = self._draw(levels)
-        sent, of_sent = theirs[0].contiguous(), theirs[1].contiguous()
+        noise = self._draw(len(codes))
+        sent, of_sent = sent.contiguous(), of_sent.contiguous()
         args = self._args(slice(row, row + 1), noise)
-        into = (levels.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        into = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
         self.kernels.encode_average(*args, *into, self.layout.rows, row, sent.data_ptr(), of_sent.data_ptr())
 
-    def decode(self, levels: Tensor, scales: Tensor) -> None:
+    def decode(self, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
-        levels, scales = levels.contiguous(), scales.contiguous()
-        last = self.layout.rows * self.layout.buckets
-        self.kernels.decode(*self._where, 0, last, levels.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        codes, scales = codes.contiguous(), scales.contiguous()
+        ends = (0, self.layout.rows * self.layout.buckets)
+        from_ = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        self.kernels.decode(*self._where, *ends, self.bits, *from_)
 
     def _args(self, rows: slice, noise: Tensor | None) -> tuple[Any, ...]:
         ends = (rows.start * self.layout.buckets, rows.stop * self.layout.buckets)
-        return (*self._where, *ends, self.top, None if noise is None else noise.data_ptr())
+        return (*self._where, *ends, self.bits, None if noise is None else noise.data_ptr())
 
-    def _draw(self, levels: Tensor | None) -> Tensor | None:
-        """16 bits for each level."""
-        if self.noise is None or levels is None:
+    def _draw(self, buckets: int) -> Tensor | None:
+        """16 bits for each entry."""
+        if self.noise is None:
             return None
-        return torch.empty(-(-levels.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
+        longs = -(-buckets * self.layout.bucket // 4)
+        return torch.empty(longs, dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
 
 
 def _places(tensors: Sequence[Tensor]) -> Any:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_
-from shoestring.comm.codecs.bits import pack, unpack
+from shoestring.comm.codecs.bits import pack, packed_bytes, unpack
 from shoestring.comm.codecs.buckets import BLOCK, BucketLayout, BucketRange
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads
 from shoestring.comm.codecs.native_buckets import LARGEST, NativeBuckets, kernels
@@ -62,19 +61,18 @@ class ReduceScatterCodec(Codec):
         residuals = [state.view(-1) for state in self.get_states("residual", grads)] if self.feedback else []
         layout, rank = BucketLayout(flats, context.size, self.bucket), context.rank
         buckets = self.buckets(layout, flats, residuals, noise)
-        levels = torch.zeros(layout.rows * layout.buckets, self.bucket, dtype=torch.int8, device=layout.device)
-        scales = torch.empty(len(levels), 1, device=layout.device)
-        own = slice(rank * layout.buckets, (rank + 1) * layout.buckets)
-        buckets.measure(rank, scales[own])  # its own row does not travel, but non-finite entries must show
+        size, width = (context.size, layout.buckets), packed_bytes(self.bucket, self.bits)
+        codes = torch.zeros(*size, width, dtype=torch.uint8, device=layout.device)
+        scales = torch.empty(*size, 1, device=layout.device)
+        buckets.measure(rank, scales[rank])  # its own row does not travel, but non-finite entries must show
         for rows in (slice(0, rank), slice(rank + 1, context.size)):
-            some = slice(rows.start * layout.buckets, rows.stop * layout.buckets)
-            buckets.encode(rows, levels[some], scales[some])
+            buckets.encode(rows, codes[rows].flatten(0, 1), scales[rows].flatten(0, 1))
         largest = scales.amax().expand(context.size, 1)  # shows every rank whether all entries are finite
-        *theirs, _ = yield [AllToAll(tensor) for tensor in [*self._pack(levels, scales, context.size), largest]]
+        sent, of_sent, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
 
-        buckets.encode_average(rank, self._unpack(theirs), levels[own], scales[own])
-        everywhere = yield [AllGather(rows[0]) for rows in self._pack(levels[own], scales[own], 1)]
-        buckets.decode(*(tensor.flatten(0, 1) for tensor in self._unpack(everywhere)))
+        buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
+        everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
+        buckets.decode(*(tensor.flatten(0, 1) for tensor in everywhere))
 
     def buckets(
         self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
@@ -82,24 +80,22 @@ class ReduceScatterCodec(Codec):
         """What encodes and decodes the entries."""
         return TorchBuckets(self, layout, flats, residuals, noise)
 
-    def _pack(self, levels: Tensor, scales: Tensor, rows: int) -> list[Tensor]:
-        """Pack levels and scales as they travel: codes (rows, bytes), and scales (rows, buckets, 1)."""
-        codes = levels.view(rows, -1)
-        if self.bits < 8:
-            codes = pack(((codes + self.offset) >> self.shift).view(torch.uint8), self.bits)
-        return [codes, scales.view(rows, -1, 1)]
+    def pack(self, levels: Tensor) -> Tensor:
+        """Levels (buckets, bucket) as they travel: codes, packed for each bucket, (buckets, bytes)."""
+        if self.bits == 8:
+            return levels.to(torch.int8).view(torch.uint8)
+        return pack((levels.to(torch.int8) + self.offset >> self.shift).view(torch.uint8), self.bits)
 
-    def _unpack(self, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The inverse of `_pack`: levels (rows, buckets, bucket) in int8, and scales."""
-        codes, scales = sent
-        if self.bits < 8:
-            codes = unpack(codes, self.bits, scales.shape[1] * self.bucket).view(torch.int8)
-            codes = codes.bitwise_left_shift_(self.shift).sub_(self.offset)
-        return codes.unflatten(1, (-1, self.bucket)), scales
+    def unpack(self, codes: Tensor) -> Tensor:
+        """The inverse of `pack`, in int8; of codes of any shape (…, bytes)."""
+        if self.bits == 8:
+            return codes.view(torch.int8)
+        levels = unpack(codes.reshape(-1, codes.shape[-1]), self.bits, self.bucket).view(torch.int8)
+        return levels.bitwise_left_shift_(self.shift).sub_(self.offset).view(*codes.shape[:-1], self.bucket)
 
 
 class Buckets(Protocol):
-    """The entries of one exchange, which this turns into levels and scales of buckets, and back.
+    """The entries of one exchange, which this turns into codes and scales of buckets, and back.
 
     Where there are residuals, they are added to the entries; the errors of compression are kept in the place of the
     gradients, and become the residuals in `decode`, because an exchange may be broken off before.
@@ -108,14 +104,15 @@ class Buckets(Protocol):
     def measure(self, row: int, scales: Tensor) -> None:
         """The largest magnitude of each bucket of a row, into scales (buckets, 1); non-finite where an entry is."""
 
-    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
-        """Encode rows into levels (buckets, bucket) in int8 and scales (buckets, 1)."""
+    def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
+        """Encode rows into codes (buckets, bytes) and scales (buckets, 1)."""
 
-    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
-        """Encode the mean over the ranks of a row: of what others sent, (ranks, buckets, …), and of the own entries."""
+    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Encode the mean over the ranks of a row: of the codes and scales that others have sent, (ranks, buckets, …),
+        and of this rank's entries."""
 
-    def decode(self, levels: Tensor, scales: Tensor) -> None:
-        """Replace the gradients by what levels (all buckets, bucket) and scales stand for."""
+    def decode(self, codes: Tensor, scales: Tensor) -> None:
+        """Replace the gradients by what codes (all buckets, bytes) and scales stand for."""
 
 
 class TorchBuckets:
@@ -140,37 +137,36 @@ class TorchBuckets:
         for part in self.layout.parts(self.step, row, row + 1):
             scales[part.start - first : part.stop - first] = part.read(self.summands).abs().amax(-1, keepdim=True)
 
-    def encode(self, rows: slice, levels: Tensor, scales: Tensor) -> None:
+    def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         for part in self.layout.parts(self.step, rows.start, rows.stop):
-            self._compress(part.read(self.summands), part, rows.start, 1, levels, scales)
+            self._compress(part.read(self.summands), part, rows.start, 1, codes, scales)
 
-    def encode_average(self, row: int, theirs: tuple[Tensor, Tensor], levels: Tensor, scales: Tensor) -> None:
+    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         ranks, first = self.layout.rows, row * self.layout.buckets
         for part in self.layout.parts(self.layout.step(beside=ranks), row, row + 1):
             block = slice(part.start - first, part.stop - first)
-            each = theirs[0][:, block] * theirs[1][:, block]
+            each = self.codec.unpack(sent[:, block]) * of_sent[:, block]
             each[row] = part.read(self.summands)
-            self._compress(each.mean(0), part, row, ranks, levels, scales)
+            self._compress(each.mean(0), part, row, ranks, codes, scales)
 
-    def _compress(
-        self, x: Tensor, part: BucketRange, row: int, ranks: int, into_levels: Tensor, into_scales: Tensor
-    ) -> None:
-        """Store levels and scales of x (buckets, bucket), and its errors times the number of ranks that it is of."""
+    def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
+        """Store codes and scales of x (buckets, bucket), and its errors times the number of ranks that it is of."""
         first = row * self.layout.buckets
         block = slice(part.start - first, part.stop - first)
         levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)
-        into_levels[block], into_scales[block] = levels, scale
+        codes[block], scales[block] = self.codec.pack(levels), scale
         if self.errors:
             part.write(x.addcmul_(levels, scale, value=-1).mul_(ranks), self.errors)
 
-    def decode(self, levels: Tensor, scales: Tensor) -> None:
+    def decode(self, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         if self.errors:
             foreach_copy_(self.residuals, self.errors)
         for part in self.layout.parts(self.step):
-            part.write(levels[part.start : part.stop] * scales[part.start : part.stop], self.flats)
+            block = slice(part.start, part.stop)
+            part.write(self.codec.unpack(codes[block]) * scales[block], self.flats)
 
 
 class QuantizeCodec(ReduceScatterCodec):
@@ -202,7 +198,8 @@ class QuantizeCodec(ReduceScatterCodec):
         """See `ReduceScatterCodec`."""
         fits = layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
         if fits and self.bucket <= LARGEST and kernels() is not None:
-            return NativeBuckets(layout, flats, residuals, self.top, noise if self.rounding == "stochastic" else None)
+            drawn = noise if self.rounding == "stochastic" else None
+            return NativeBuckets(layout, flats, residuals, self.bits, drawn)
         return super().buckets(layout, flats, residuals, noise)
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
