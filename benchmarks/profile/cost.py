@@ -25,7 +25,7 @@ from benchmarks.profile.workloads import WORKLOADS, Workload, build
 from shoestring.profile import native_tree
 from shoestring.profile.collector import Collector
 
-ROUNDS, HANDS = 12, 3
+ROUNDS, LONG_ROUNDS, HANDS = 12, 6, 3
 LONG_RUN = 6.0
 """Seconds of a run in which a part is recorded, so that the share settles."""
 RUN = 0.1
@@ -130,7 +130,7 @@ def measure(name: str) -> dict[str, Any]:
     gc.disable()
     try:
         short = alternating(workload, SHORT, max(3, round(RUN / step)), ROUNDS)
-        long = alternating(workload, LONG, BLOCK * max(2, round(LONG_RUN / step / BLOCK)), HANDS)
+        long = alternating(workload, LONG, BLOCK * max(2, round(LONG_RUN / step / BLOCK)), LONG_ROUNDS)
     finally:
         gc.enable()
         gc.unfreeze()
