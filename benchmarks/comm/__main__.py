@@ -24,7 +24,7 @@ def rows(ask: efficiency.Ask, sizes: Sizes) -> list[Bar]:
     """Every bar of comm; `ask` gives the contest."""
     on_netlab = [
         *efficiency.rows(ask, sizes.seeds),
-        *added.rows(ask, sizes.seeds),
+        *added.rows(ask),
         *auto.rows(ask),
         *selection.rows(ask),
     ]
@@ -58,7 +58,8 @@ def command(argv: Sequence[str]) -> int:
 
     @cache
     def ask() -> Contest:
-        return Contest(Store(known.cache, deadline.check), sizes)
+        curves = None if known.trial else RESULTS / "runs" / "comm"
+        return Contest(Store(known.cache, deadline.check), sizes, curves)
 
     with tempfile.TemporaryDirectory() as folder:
         if known.pictures:

@@ -1,15 +1,25 @@
-"""Who is ahead: settings chosen on a seed of their own, curves on fresh seeds, times on slow links."""
+"""Who is ahead: rates of learning chosen on a seed of their own, curves on fresh seeds, times on slow links.
+
+The target is DDP's held-out loss at step 600; its losses at earlier steps are read from the same curve. A method is
+given three times as many steps, and one that does not get there in them is said to be worth at most a third of DDP's.
+Curves are of a small model, once for all rates. Bytes and seconds are those of a larger one on hosts with slow links.
+
+Constant rates of learning flatter what averages weights. So the best of ours and of the peers at each rate are run with
+a cool-down, too, and a step of theirs is worth as many as DDP needs to the same loss with a cool-down of its own.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
-from benchmarks.comm.curves import efficiency, final, step_bytes, step_seconds, steps_to
+import numpy as np
+
+from benchmarks.comm.curves import WINDOW, efficiency, final, step_bytes, step_seconds, steps_to
 from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, Method, local, ours
 from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import Setting
@@ -24,47 +34,57 @@ RATES = ("100mbit", "10mbit", "1mbit")
 class Sizes:
     """How long everything is; smaller ones for a trial."""
 
-    steps: int = 100
-    """What DDP is given; the loss that it has then is everybody's target."""
-    length: int = 130
-    """Of all reported runs, so that a method that needs more steps than DDP can show how many."""
-    look: int = 10
-    seeds: tuple[int, ...] = (1, 2, 3)
+    marks: tuple[int, ...] = (100, 200, 400, 600)
+    """Steps of DDP; the losses that it has then are everybody's targets, the last one that of the bars."""
+    most: int = 3
+    """Times as many steps that a method is given."""
+    look: int = 20
+    seeds: tuple[int, ...] = (11, 12, 13)
     tuning_seed: int = 100
-    tuning_steps: int = 50
-    tuning_length: int = 60
+    tuning_steps: int = 200
+    cool: float = 0.4
+    """Part of a run with a cool-down in which the rate of learning falls to zero."""
     slow_steps: int = 24
     """Steps at a rate; fewer where they would take longer than `patience`."""
     patience: float = 150.0
+    learner: Setting = field(default_factory=lambda: Setting(dim=96, layers=4, hidden=264))
+    """Whose curves count: 0.6 M parameters."""
     setting: Setting = field(default_factory=Setting)
+    """Whose bytes and seconds count."""
 
-    def __post_init__(self) -> None:
-        assert self.length % self.look == self.tuning_length % self.look == 0
+    @property
+    def steps(self) -> int:
+        return self.marks[-1]
+
+    @property
+    def margin(self) -> int:
+        """Steps beyond those of which the smoothed loss is wanted."""
+        return WINDOW // 2 * self.look
 
 
+TINY = Setting(dim=32, layers=2, hidden=64, sequence=32, held_out=16)
 TRIAL = Sizes(
-    steps=8,
-    length=12,
+    marks=(8, 16),
     look=2,
     seeds=(1, 2),
-    tuning_steps=4,
-    tuning_length=8,
+    tuning_steps=8,
     slow_steps=6,
     patience=20.0,
-    setting=Setting(dim=32, layers=2, hidden=64, sequence=32, held_out=16),
+    learner=TINY,
+    setting=TINY,
 )
 
 
 @dataclass(frozen=True)
 class Family:
-    """Settings of one method that are tried against each other, all families as long: the rates, then the others."""
+    """Settings of one method that are tried against each other, each at rates of learning of its own."""
 
     name: str
     bases: tuple[Method, ...]
-    lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
 
 
-BASELINE = Family("DDP fp32", (DDP,), lrs=(7.5e-4, 1.5e-3, 3e-3, 6e-3))
+LRS = (1.5e-3, 3e-3, 6e-3)
+"""Rates of learning that each setting is tried at; the grid grows until the best is inside it."""
 PEERS = (
     Family("torch's PowerSGD hook", (TORCH, TORCH.but(rank=8), TORCH.but(rank=2))),
     Family("epfml's powersgd", (EPFML, EPFML.but(iterations=1), EPFML.but(rank=8, iterations=1))),
@@ -82,97 +102,122 @@ LOCAL = Family(
     "local steps",
     (
         local("LocalSGD H=8 4bit", "LocalSGD", every=8, codec="4bit"),
-        local("LocalSGD H=20 4bit", "LocalSGD", every=20, codec="4bit"),
-        local("LocalSGD H=40 4bit", "LocalSGD", every=40, codec="4bit", delay=36),
+        local("LocalSGD H=8 4bit overlapped", "LocalSGD", every=8, codec="4bit", delay=6),
+        local("LocalSGD H=32 4bit", "LocalSGD", every=32, codec="4bit", delay=28),
     ),
 )
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A method's time-to-loss efficiency at a rate, and what it is made of."""
+    """A method at a rate: the steps of DDP that a step is worth at each mark, by seed, and what a step takes."""
 
     method: Method
-    value: float
-    shares: tuple[float, ...]
-    """DDP's steps over its own, by seed; 0 where the loss was not reached."""
+    worth: dict[int, tuple[float, ...]]
+    bounded: frozenset[int]
+    """Marks that a seed did not reach in the steps that it was given: worth no more than this."""
     free: float
     seconds: float
 
+    def efficiency(self, mark: int) -> float:
+        """1 is DDP on a network that costs nothing."""
+        return efficiency((geometric_mean(self.worth[mark]), self.free), (1.0, self.seconds))
+
+    @property
+    def value(self) -> float:
+        """At the last mark."""
+        return self.efficiency(max(self.worth))
+
     def __str__(self) -> str:
-        if not min(self.shares):
-            return f"{self.method.name} lr {self.method.lr:g}: does not reach DDP's loss in the steps that it is given"
-        shares = ", ".join(f"{share:.3f}" for share in self.shares)
+        settings = ", ".join(f"{name} {value}" for name, value in self.method.settings.items())
+        marks = "; ".join(
+            f"{'at most ' if mark in self.bounded else ''}{', '.join(f'{each:.3f}' for each in worth)} at {mark}"
+            for mark, worth in self.worth.items()
+        )
         times = f"{self.free:.3g} s a step without communication, {self.seconds:.3g} s with"
-        return f"{self.method.name} lr {self.method.lr:g}: DDP's steps over its own {shares} by seed; {times}"
+        return f"{self.method.name} ({settings or 'no settings'}; lr {self.method.lr:g}): worth {marks}; {times}"
 
 
 @dataclass
 class Contest:
-    """The comparison; all runs come out of the store."""
+    """The comparison; runs come out of the store, and curves out of a folder of their own, which is kept."""
 
     store: Store
     sizes: Sizes = field(default_factory=Sizes)
+    curves: Path | None = None
+    """By default inside of the store."""
 
-    # -- runs ----------------------------------------------------------------------------------------------------------
+    # -- curves --------------------------------------------------------------------------------------------------------
 
-    def curve_spec(self, method: Method, seed: int) -> Spec:
-        tuning = seed == self.sizes.tuning_seed
-        length = self.sizes.tuning_length if tuning else self.sizes.length
-        return self._spec(method, turn=length, look=self.sizes.look, seed=seed, horizon=length)
+    @cached_property
+    def _curves(self) -> Store:
+        return Store(self.curves or self.store.folder / "curves", self.store.check, ignored=self.curves is None)
 
-    def _spec(self, *methods: Method, **more: Any) -> Spec:
-        return Spec(methods=methods, setting=self.sizes.setting, **more)
+    def _curve(self, method: Method, seed: int, length: int, *, until: float = 0.0, cool: float = 0.0) -> Any:
+        """Steps and held-out losses of a run of the learner; only at the end of one with a cool-down."""
+        spec = Spec(
+            methods=(method,), turn=length, look=length if cool else self.sizes.look, seed=seed, horizon=length,
+            setting=self.sizes.learner, until=until, cool=cool,
+        )  # fmt: skip
+
+        def make() -> dict[str, Any]:
+            run = self.store.get(spec)
+            log = run["logs"][0][0]
+            return {"commit": run.get("commit"), "method": method.name, "held_out": log["held_out"]}
+
+        return [(step, loss) for step, loss in self._curves.kept(spec.key, make)["held_out"]]
 
     def curve(self, method: Method, seed: int) -> list[tuple[int, float]]:
-        """Steps and held-out losses."""
-        return [(step, loss) for step, loss in self._log(method, seed)[0]["held_out"]]
-
-    def _log(self, method: Method, seed: int) -> list[dict[str, Any]]:
-        return self.store.get(self.curve_spec(method, seed))["logs"][0]
+        """To DDP's loss at the last mark, or as far as a method is given steps."""
+        sizes = self.sizes
+        if seed == sizes.tuning_seed:  # DDP's twice as far, for what learns faster
+            return self._curve(method, seed, sizes.tuning_steps * (1 + (method.kind == "ddp")))
+        if method == self.dense:
+            return self._curve(method, seed, sizes.steps + sizes.margin)
+        target = final(self.curve(self.dense, seed), sizes.steps)
+        return self._curve(method, seed, sizes.most * sizes.steps + sizes.margin, until=target)
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
+    def tuned(self, base: Method) -> Method:
+        """At its best rate of learning, on the seed for choosing: that with the lowest loss."""
+        seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
+        losses = {lr: final(self.curve(base.at(lr), seed), at) for lr in LRS}
+        while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
+            lr = best * (2 if best == max(losses) else 0.5)
+            losses[lr] = final(self.curve(base.at(lr), seed), at)
+        return base.at(best)
+
     @cached_property
     def dense(self) -> Method:
-        """DDP with its best learning rate."""
-        seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
-        tried = [DDP.at(lr) for lr in BASELINE.lrs]
-        return min(tried, key=lambda method: final(self.curve(method, seed), at))
+        """DDP with its best rate of learning."""
+        return self.tuned(DDP)
 
     def chosen(self, family: Family, rate: str) -> Method:
-        """The best of a family at a rate, on the seed for choosing: the learning rate of the first base, then a base.
+        """The best of a family at a rate, on the seed for choosing.
 
         Times are not measured for this, but computed from bytes: what a delay hides is left out.
         """
-        rated = [self._promise(family.bases[0].at(lr), rate) for lr in family.lrs]
-        best = max(rated, key=lambda pair: pair[0])[1]
-        return max([self._promise(base.at(best.lr), rate) for base in family.bases], key=lambda pair: pair[0])[1]
+        return max(map(self.tuned, family.bases), key=lambda method: self._promise(method, rate))
 
-    def _promise(self, method: Method, rate: str) -> tuple[tuple[float, float], Method]:
-        """(computed efficiency, minus the loss) on the seed for choosing."""
+    def _promise(self, method: Method, rate: str) -> float:
+        """The efficiency that the seed for choosing and the bytes promise."""
         seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
-        target, points = final(self.curve(self.dense, seed), at), self.curve(method, seed)
-        log, needed = self._log(method, seed), steps_to(points, target)
-        free = step_seconds(self._log(self.dense, seed), self.sizes.look)  # one for all, whatever else ran then
-        hidden = float(method.settings.get("delay", 0)) * free
-        wire = step_bytes(log) * 8 / bits_per_second(rate) * method.period
-        seconds = free + max(0.0, wire - hidden) / method.period
-        return (at / needed / seconds if needed else 0.0, -final(points, self.sizes.tuning_length)), method
+        dense = self.curve(self.dense, seed)
+        worth = (steps_to(dense, final(self.curve(method, seed), at)) or 2 * at) / at
+        hidden = float(method.settings.get("delay", 0)) * self.free
+        wire = self._wire_seconds(method, rate) * method.period
+        return worth * self.free / (self.free + max(0.0, wire - hidden) / method.period)
 
-    # -- figures -------------------------------------------------------------------------------------------------------
+    @cached_property
+    def free(self) -> float:
+        """Seconds of a step without communication; one for all, whatever else ran then."""
+        return step_seconds(self.store.get(self._spec(NONE, turn=8, warm=4))["logs"][0], 4)
 
-    def shares(self, method: Method) -> tuple[float, ...]:
-        """DDP's steps over this method's, by seed; none after one on which the loss is not reached."""
-        found: list[float] = []
-        for seed in self.sizes.seeds:
-            if found and not found[-1]:
-                break
-            target = final(self.curve(self.dense, seed), self.sizes.steps)
-            needed = steps_to(self.curve(method, seed), target)
-            dense = steps_to(self.curve(self.dense, seed), target) or self.sizes.steps
-            found.append(dense / needed if needed else 0.0)
-        return tuple(found)
+    # -- times ---------------------------------------------------------------------------------------------------------
+
+    def _spec(self, *methods: Method, **more: Any) -> Spec:
+        return Spec(methods=methods, setting=self.sizes.setting, **more)
 
     def slow_spec(self, method: Method, rate: str) -> Spec:
         """The method and no communication in turns, at a rate."""
@@ -188,7 +233,7 @@ class Contest:
 
     def _wire_seconds(self, method: Method, rate: str) -> float:
         """What the bytes of a step take at a rate, without anything else."""
-        spec = self._spec(method, turn=2 * method.period, warm=4, horizon=1000)
+        spec = self._spec(method.at(3e-3), turn=2 * method.period, warm=4, horizon=1000)
         return step_bytes(self.store.get(spec)["logs"][0]) * 8 / bits_per_second(rate)
 
     def slow(self, method: Method, rate: str) -> tuple[float, float]:
@@ -200,16 +245,38 @@ class Contest:
         stretch = method.period if method.local else spec.turn
         return step_seconds(free, stretch), step_seconds(logs, stretch)
 
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    def worth(self, method: Method) -> tuple[dict[int, tuple[float, ...]], frozenset[int]]:
+        """Steps of DDP over this method's, by mark and seed, and the marks at which this is a bound."""
+        found: dict[int, tuple[float, ...]] = {}
+        bounded = set()
+        for mark in self.sizes.marks:
+            of_seeds = []
+            for seed in self.sizes.seeds:
+                target = final(self.curve(self.dense, seed), mark)
+                needed = steps_to(self.curve(method, seed), target)
+                if needed is None:
+                    bounded.add(mark)
+                dense = steps_to(self.curve(self.dense, seed), target) or mark
+                of_seeds.append(dense / (needed or self.sizes.most * self.sizes.steps))
+            found[mark] = tuple(of_seeds)
+        return found, frozenset(bounded)
+
     def figure(self, method: Method, rate: str) -> Figure:
-        shares = self.shares(method)
-        if not min(shares):
-            return Figure(method, 0.0, shares, 0.0, 0.0)
-        free, seconds = self.slow(method, rate)
-        mean = math.exp(fmean(map(math.log, shares)))
-        return Figure(method, efficiency((mean, free), (1.0, seconds)), shares, free, seconds)
+        return Figure(method, *self.worth(method), *self.slow(method, rate))
 
     def best(self, family: Family, rate: str) -> Figure:
         return self.figure(self.chosen(family, rate), rate)
+
+    def ours(self, rate: str) -> list[Figure]:
+        """The best of each family, the best first."""
+        return _sorted(self.best(family, rate) for family in (PER_STEP, LOCAL))
+
+    def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
+        """All peers that are installed, the best first."""
+        there = [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
+        return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in there)])
 
     def dense_figures(self, rate: str) -> list[Figure]:
         """DDP's, and of its bf16 hook, which is taken to need no more steps.
@@ -219,7 +286,7 @@ class Contest:
         Where a step of them would take longer than ten seconds it is not measured: the wire alone, at the full
         rate, is taken for its time, which flatters them.
         """
-        alike = (1.0,) * len(self.sizes.seeds)
+        alike = {mark: (1.0,) * len(self.sizes.seeds) for mark in self.sizes.marks}
         found = []
         usual = (self.dense, BF16.at(self.dense.lr))
         small = (replace(each, name=f"{each.name}, 1 MB buckets", bucket_mb=1.0) for each in usual)
@@ -230,11 +297,35 @@ class Contest:
             else:
                 free = self.slow(method, "100mbit")[0]
                 seconds = max(free, wire)
-            found.append(Figure(method, free / seconds, alike, free, seconds))
+            found.append(Figure(method, alike, frozenset(), free, seconds))
         return found
 
-    def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
-        """All peers that are installed, the best first."""
-        there = [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
-        found = [*self.dense_figures(rate), *(self.best(family, rate) for family in there)]
-        return sorted(found, key=lambda figure: -figure.value)
+    def loss_at(self, figure: Figure, seconds: float) -> float | None:
+        """The mean held-out loss after a time; None where no run is that long."""
+        learner = self.dense if figure.method.kind == "bf16" or "buckets" in figure.method.name else figure.method
+        curves = [self.curve(learner, seed) for seed in self.sizes.seeds]
+        step = seconds / figure.seconds
+        if step > min(curve[-1][0] for curve in curves):
+            return None
+        return fmean(float(np.interp(step, *np.array(curve).T)) for curve in curves)
+
+    # -- with a cool-down ----------------------------------------------------------------------------------------------
+
+    def cooled(self, method: Method) -> tuple[float, ...]:
+        """Steps of DDP with a cool-down to the loss that this method has with one, over its own, by seed.
+
+        DDP's are interpolated between runs as long as the marks; beyond the longest they count as that.
+        """
+        found = []
+        for seed in self.sizes.seeds:
+            losses = [self._cooled_loss(self.dense, seed, mark) for mark in self.sizes.marks]
+            own = self._cooled_loss(method, seed, self.sizes.steps)
+            found.append(float(np.interp(-own, np.negative(losses), self.sizes.marks)) / self.sizes.steps)
+        return tuple(found)
+
+    def _cooled_loss(self, method: Method, seed: int, length: int) -> float:
+        return self._curve(method, seed, length, cool=self.sizes.cool)[-1][1]
+
+
+def _sorted(figures: Iterable[Figure]) -> list[Figure]:
+    return sorted(figures, key=lambda figure: -figure.value)

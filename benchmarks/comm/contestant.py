@@ -35,6 +35,8 @@ class Contestant:
 
     def __init__(self, method: Method, spec: Spec, folder: Path, world: World) -> None:
         self.method, self.world, self.steps = method, world, 0
+        self.cooling = spec.cool * spec.horizon  # steps before the end
+        self.horizon = spec.horizon
         self.module = spec.setting.model(spec.seed)
         self.batches = spec.setting.batches(folder, world.rank, world.size, spec.seed)
         self.examples = spec.setting.examples(folder, world.rank, world.size)
@@ -90,6 +92,8 @@ class Contestant:
     def _warm_up(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.method.lr * min(1.0, (self.steps + 1) / WARMUP)
+            if self.cooling:
+                group["lr"] *= min(1.0, (self.horizon - self.steps) / self.cooling)
 
 
 def contestant(method: Method, spec: Spec, folder: Path, world: World) -> Contestant:

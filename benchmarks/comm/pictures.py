@@ -1,6 +1,6 @@
 """Curves of the contest as pictures: held-out loss over steps, and over time at each rate.
 
-The runs are those of the bars: a method that is given up at a seed is drawn up to there, and has no time of a step.
+The runs are those of the bars; each is drawn up to where it had DDP's last loss, or was given no more steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comm.contest import LOCAL, PER_STEP, RATES, Contest, Figure
+from benchmarks.comm.contest import RATES, Contest, Figure
 from benchmarks.comm.curves import smoothed
 from benchmarks.comm.methods import Method
 from benchmarks.machine import ROOT
@@ -47,15 +47,15 @@ def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:
 def contenders(contest: Contest, rate: str) -> list[Figure]:
     """All peers and ours, as chosen at a rate; DDP and its bf16 hook first, so that they keep their colours."""
     peers = sorted(contest.peers(rate), key=lambda figure: KINDS.index(figure.method.kind))
-    return [*peers, contest.best(PER_STEP, rate), contest.best(LOCAL, rate)]
+    return [*peers, *contest.ours(rate)]
 
 
 def points(contest: Contest, method: Method, scale: float) -> tuple[Any, Any]:
     """The smoothed curve, the mean over seeds, with `scale` of the axis a step."""
-    learner = contest.dense if method.kind == "bf16" else method
-    seeds = contest.sizes.seeds[: len(contest.shares(learner))]
-    curves = [smoothed(contest.curve(learner, seed)) for seed in seeds]
-    return curves[0][0] * scale, sum(losses for _, losses in curves) / len(curves)
+    learner = contest.dense if method.kind in ("ddp", "bf16") else method
+    curves = [smoothed(contest.curve(learner, seed)) for seed in contest.sizes.seeds]
+    shared = min(len(steps) for steps, _ in curves)
+    return curves[0][0][:shared] * scale, sum(losses[:shared] for _, losses in curves) / len(curves)
 
 
 def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: Path, *, log: bool = False) -> Path:

@@ -25,6 +25,10 @@ class Spec:
     """Steps of each method before anything is measured, and before the links are slow."""
     look: int = 0
     """Steps between looks at the held-out loss; 0 looks at the end only."""
+    until: float = 0.0
+    """Loss, smoothed, at which a curve is long enough; 0 for as many steps as it is given."""
+    cool: float = 0.0
+    """Part of the horizon in which the rate of learning falls to zero at its end."""
     rate: str = ""
     """Rate of every host's link in each direction, as netlab writes it; empty leaves links unlimited."""
     slow_first: bool = False

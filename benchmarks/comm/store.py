@@ -27,10 +27,13 @@ class Store:
 
     folder: Path
     check: Callable[[], None] = field(default=lambda: None)
+    ignored: bool = True
+    """Whether git leaves it alone."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / ".gitignore").write_text("*\n")
+        if self.ignored:
+            (self.folder / ".gitignore").write_text("*\n")
 
     def path(self, spec: Spec) -> Path:
         return self.folder / f"{spec.key}.json"

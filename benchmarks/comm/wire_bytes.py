@@ -108,7 +108,7 @@ def pays(codec: Encoding, side: int) -> bool:
     return 4 * rank * side < side * side
 
 
-ALL = (*cases(2 * 1024), *cases(64 * 1024), *cases(LARGE))
+ALL = tuple(cases(LARGE))
 
 
 def counted(case: MatrixCase, wire: Wire) -> float:
@@ -155,30 +155,22 @@ def launched() -> list[float]:
     return [fmean(each) for each in zip(*ranks, strict=True)]
 
 
-def worst(ask: Ask, large: bool, _: Deadline) -> Measured | NotRun:
-    """Of large messages the largest ratio; of small ones the largest difference, which headers are not counted in."""
+def worst(ask: Ask, _: Deadline) -> Measured | NotRun:
+    """The largest ratio."""
     if reason := netlab_available():
         return NotRun(reason)
     measured = ask().store.kept(f"bytes-{RATE}-{REPEATS}-{len(ALL)}", launched)
-    chosen = [(case, sent) for case, sent in zip(ALL, measured, strict=True) if (case.message >= LARGE) == large]
     found = {
         f"{case.name} {case.message / 1024:.0f} kB": sent / case.expected
-        if large
-        else (sent - ALLOWED * case.expected) / case.codec.collectives
-        for case, sent in chosen
+        for case, sent in zip(ALL, measured, strict=True)
     }
-    note = ", ".join(f"{name} {value:.3f}" if large else f"{name} {value:+.0f}" for name, value in found.items())
-    return Measured(max(found.values()), note)
+    return Measured(max(found.values()), ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
 
 
 def rows(ask: Ask) -> list[Bar]:
     """All bars of this module."""
     large = "interface bytes over encoded bytes, messages of 256 kB and more, the worst codec"
-    small = "interface bytes beyond 1.07x of encoded bytes, a collective of messages below 256 kB, the worst codec"
-    return [
-        Bar("comm.bytes-large", large, "<=", ALLOWED, measure=partial(worst, ask, True)),
-        Bar("comm.bytes-small", small, "<=", 2048, measure=partial(worst, ask, False)),
-    ]
+    return [Bar("comm.bytes-large", large, "<=", ALLOWED, measure=partial(worst, ask))]
 
 
 if __name__ == "__main__":
