@@ -1,10 +1,12 @@
-"""Selects the layers with the largest residuals for their bytes."""
+"""Selects the layers with the largest residuals for their bytes, or those that lower the loss the most for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from shoestring.comm.selection.budget import Layers, Notes, Selector, choose_fitting
 
@@ -25,6 +27,38 @@ class Knapsack(Selector):
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
         u = (layers.unsent**2 + layers.gradient) * (1 + layers.waited)
         return choose_best(u, layers), notes
+
+
+class GainKnapsack(Selector):
+    """Maximises what sending the layers lowers the loss by, to first order, within the allowed bytes.
+
+    That is ⟨g, M⟩ with g of the next step: known a step later, for layers that were sent and for those that were not.
+    Over the number of gradients in M it is averaged over steps, each layer by itself. What is to be sent has one
+    gradient more than the steps that it has waited. Before anything is known, ‖g‖² is taken for it.
+
+    Args:
+        memory: decay of the average.
+        least: share of the mean over the layers that a byte of each is worth at least, so that none waits for ever.
+    """
+
+    learns: ClassVar[bool] = True
+
+    def __init__(self, *, memory: float = 0.9, least: float = 0.1) -> None:
+        self.memory, self.least = memory, least
+
+    def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
+        held = 1 + layers.waited  # gradients in what this choice may send
+        known = {name: note.cpu().numpy() for name, note in notes.items()}
+        rate, earlier = layers.gradient, held
+        if known and len(known["rate"]) == len(held):
+            before, earlier = known["held"]  # those of the choice that `gain` is of, and of the one after it
+            rate = self.memory * known["rate"] + (1 - self.memory) * layers.gain / before
+        least = self.least * (np.abs(rate) / layers.price).mean() * layers.price
+        u = np.maximum(rate, least) * held
+        return choose_best(u, layers), {
+            "rate": torch.from_numpy(rate),
+            "held": torch.from_numpy(np.stack([earlier, held])),
+        }
 
 
 def choose_best(u: np.ndarray, layers: Layers) -> list[int]:

@@ -32,9 +32,10 @@ class Exchange(Feature):
     budget_kb: float = 0.0
     """Average number of kB that each rank may send in a step. Each step sends as many parameters as fit, and the
     residuals of the others grow until they are sent; 0 sends all."""
-    select: Literal["auto", "hypernetwork", "knapsack", "uniform"] = "auto"
-    """Method that selects the parameters to send within `budget_kb`. "auto" takes the hypernetwork, which measured
-    best."""
+    select: Literal["auto", "hypernetwork", "gain", "knapsack", "uniform"] = "auto"
+    """Method that selects the parameters to send within `budget_kb`: by what sending them lowers the loss by, as a
+    small network learns to predict it ("hypernetwork") or as it was lately ("gain"); by the size of what is left to
+    send ("knapsack"); or each as often ("uniform"). "auto" takes the hypernetwork."""
 
     seams: ClassVar = (Seam.WIRE,)
     runs_alone: ClassVar = False
@@ -50,10 +51,10 @@ class Exchange(Feature):
             return self.make_codec()
         from shoestring.comm.selection.budget import BudgetedCodec, Uniform
         from shoestring.comm.selection.hypernetwork import Hypernetwork
-        from shoestring.comm.selection.knapsack import Knapsack
+        from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 
-        selectors = {"auto": Hypernetwork, "hypernetwork": Hypernetwork, "knapsack": Knapsack, "uniform": Uniform}
-        return BudgetedCodec(self.make_codec, selectors[self.select](), 1e3 * self.budget_kb)
+        kinds = {"gain": GainKnapsack, "knapsack": Knapsack, "uniform": Uniform}
+        return BudgetedCodec(self.make_codec, kinds.get(self.select, Hypernetwork)(), 1e3 * self.budget_kb)
 
     @property
     def cost(self) -> str:
