@@ -91,6 +91,8 @@ def test_the_compiled_loops_do_what_torchs_operations_do(sizes, ranks, bucket, b
     there = (torch.arange(bucket) < layout.entries()) & used
     drawn *= there.view(ranks, layout.buckets, bucket)[own]  # nobody sends anything in the place of padding
     sent = torch.stack([codec.pack(each) for each in drawn])
+    beside = torch.nn.functional.pad(sent.flatten(1), (0, 16))  # rows of what is gathered have others between them
+    sent = beside[:, : sent[0].numel()].unflatten(1, sent.shape[1:])
     found = []
     for kind in ("native", "torch"):
         ours, left = [flat.clone() for flat in flats], [each.clone() for each in residuals]
@@ -105,7 +107,7 @@ def test_the_compiled_loops_do_what_torchs_operations_do(sizes, ranks, bucket, b
         buckets.measure(own, largest)
         buckets.encode(slice(0, own), codes[: exact.start], scales[: exact.start])
         buckets.encode_average(own, sent, of_sent, codes[exact], scales[exact])
-        buckets.decode(codes, scales)
+        buckets.decode(codes.unflatten(0, (ranks, -1)), scales.unflatten(0, (ranks, -1)))
         found.append((codec.unpack(codes), scales, largest, ours, left))
     ours, torchs = found
     assert torch.equal(ours[2], torchs[2]) and torch.equal(ours[0][: exact.start], torchs[0][: exact.start])

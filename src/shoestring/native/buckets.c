@@ -137,14 +137,14 @@ void encode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const
     }
 }
 
-/* Codes and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bytes) with
-   `their_scales`, but for this rank's, `own`, which are exact. Errors are those of the sum over the ranks. */
+/* Codes and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bytes), those of a rank
+   `code_stride` bytes after those of the one before, with `their_scales`, `scale_stride` apart; but for this rank's,
+   `own`, which are exact. Errors are those of the sum over the ranks. */
 void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
                      float *const *residuals, int64_t first, int64_t last, int bits, const int16_t *noise,
                      uint8_t *codes, float *scales, int threads, int64_t ranks, int64_t own, const uint8_t *theirs,
-                     const float *their_scales) {
+                     int64_t code_stride, const float *their_scales, int64_t scale_stride) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
-    const int64_t row = last - first;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t b = first; b < last; b++) {
         const Entries entries = entries_of(&all, b);
@@ -154,12 +154,12 @@ void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, cons
         read_sums(entries, x);
         memset(sum, 0, sizeof sum);
         for (int64_t rank = 0; rank < ranks; rank++) {
-            const float scale = their_scales[rank * row + at];
+            const float scale = their_scales[rank * scale_stride + at];
             if (rank == own) {
                 for (int64_t i = 0; i < entries.count; i++) sum[i] += x[i];
                 continue;
             }
-            unpack(theirs + (rank * row + at) * bytes_of(bucket, bits), bucket, bits, levels);
+            unpack(theirs + rank * code_stride + at * bytes_of(bucket, bits), bucket, bits, levels);
             for (int64_t i = 0; i < entries.count; i++) sum[i] += (float)levels[i] * scale;
         }
         for (int64_t i = 0; i < entries.count; i++) sum[i] /= (float)ranks;
@@ -169,19 +169,19 @@ void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, cons
     }
 }
 
-/* Entries from codes (last - first, bytes) and scales: one rounding, so that all ranks have the same bits. Before that
-   the errors, which stood in the place of the entries, become the new residuals. */
+/* Entries from codes (rows, buckets of a row, bytes) and scales, rows as far apart as above: one rounding, so that all
+   ranks have the same bits. Before that the errors, which stood in the place of the entries, become the residuals. */
 void decode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
-                    float *const *residuals, int64_t first, int64_t last, int bits, const uint8_t *codes,
-                    const float *scales, int threads) {
+                    float *const *residuals, int64_t rows, int64_t row, int bits, const uint8_t *codes,
+                    int64_t code_stride, const float *scales, int64_t scale_stride, int threads) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t b = first; b < last; b++) {
+    for (int64_t b = 0; b < rows * row; b++) {
         const Entries to = entries_of(&all, b);
         int8_t levels[bucket];
-        const float scale = scales[b - first];
+        const float scale = scales[b / row * scale_stride + b % row];
         if (to.residual) memcpy(to.residual, to.x, (size_t)to.count * sizeof *to.x);
-        unpack(codes + (b - first) * bytes_of(bucket, bits), bucket, bits, levels);
+        unpack(codes + b / row * code_stride + b % row * bytes_of(bucket, bits), bucket, bits, levels);
         for (int64_t i = 0; i < to.count; i++) to.x[i] = (float)levels[i] * scale;
     }
 }

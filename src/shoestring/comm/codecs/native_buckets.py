@@ -36,8 +36,8 @@ def kernels() -> Kernels | None:
         native.function(name, types, said, file="buckets")
         for name, types in (
             ("encode_buckets", encoded),
-            ("encode_averages", [*encoded, size, size, pointer, pointer]),
-            ("decode_buckets", [*where, whole, pointer, pointer, whole]),
+            ("encode_averages", [*encoded, size, size, pointer, size, pointer, size]),
+            ("decode_buckets", [*where, whole, pointer, size, pointer, size, whole]),
         )
     ]
     return None if None in found else Kernels(*found)
@@ -88,17 +88,14 @@ class NativeBuckets:
     def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         noise = self._draw(len(codes))
-        sent, of_sent = sent.contiguous(), of_sent.contiguous()
         args = self._args(slice(row, row + 1), noise)
         into = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
-        self.kernels.encode_average(*args, *into, self.layout.rows, row, sent.data_ptr(), of_sent.data_ptr())
+        self.kernels.encode_average(*args, *into, self.layout.rows, row, *_rows(sent), *_rows(of_sent))
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
-        codes, scales = codes.contiguous(), scales.contiguous()
-        ends = (0, self.layout.rows * self.layout.buckets)
-        from_ = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
-        self.kernels.decode(*self._where, *ends, self.bits, *from_)
+        size = (self.layout.rows, self.layout.buckets)
+        self.kernels.decode(*self._where, *size, self.bits, *_rows(codes), *_rows(scales), torch.get_num_threads())
 
     def _args(self, rows: slice, noise: Tensor | None) -> tuple[Any, ...]:
         ends = (rows.start * self.layout.buckets, rows.stop * self.layout.buckets)
@@ -110,6 +107,12 @@ class NativeBuckets:
             return None
         longs = -(-buckets * self.layout.bucket // 4)
         return torch.empty(longs, dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
+
+
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor (rows, buckets, n) begins, and elements from one row to the next; a row is contiguous."""
+    assert tensor[0].is_contiguous()
+    return tensor.data_ptr(), tensor.stride(0)
 
 
 def _places(tensors: Sequence[Tensor]) -> Any:

@@ -72,7 +72,7 @@ class ReduceScatterCodec(Codec):
 
         buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
         everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
-        buckets.decode(*(tensor.flatten(0, 1) for tensor in everywhere))
+        buckets.decode(*everywhere)
 
     def buckets(
         self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
@@ -112,7 +112,7 @@ class Buckets(Protocol):
         and of this rank's entries."""
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """Replace the gradients by what codes (all buckets, bytes) and scales stand for."""
+        """Replace the gradients by what codes (rows, buckets, bytes) and scales stand for; each row is contiguous."""
 
 
 class TorchBuckets:
@@ -164,6 +164,7 @@ class TorchBuckets:
         """See `Buckets`."""
         if self.errors:
             foreach_copy_(self.residuals, self.errors)
+        codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
         for part in self.layout.parts(self.step):
             block = slice(part.start, part.stop)
             part.write(self.codec.unpack(codes[block]) * scales[block], self.flats)
