@@ -2,10 +2,12 @@
 
 The target is fixed first: the mean, less one standard deviation, of what tuned SGD with Nesterov momentum reaches with
 batches of 256. A batch four times as large usually has half as many steps, so runs have as many samples as they may
-need. A method has eight trials at each batch, on a seed of their own: learning rates on a grid that grows until the
-best is inside it, then shorter or longer runs. What counts is the first evaluation at or above the target, of
-fresh seeds. AdaScale has no trials: it takes the setting of the small batch. Every step is of micro-batches of 256, so
-that batch norm sees as many images whatever the batch, as it would on as many ranks.
+need. A method has eight trials at each batch, on a seed of their own: learning rates around the best one of the batch
+before (at the smallest of them, those of batches of 256 scaled up), on a grid that grows until the best is inside it,
+then longer runs until one gets there, and finer rates and shorter runs where one does. What counts is the first
+evaluation at or above the target, of fresh seeds. AdaScale has no trials: it takes the setting of the small batch.
+Every step is of micro-batches of 256, so that batch norm sees as many images whatever the batch, as it would on as many
+ranks.
 
 Trials and targets are judged by the test images, for every method alike: what is compared is steps, not accuracies.
 Two methods differ where Welch's test on the steps of the fresh seeds says p < 0.01; otherwise they tie.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,11 @@ from shoestring.optim import LAMB, LARS, SGD, AdamW, AdaScale, Schedule
 
 BATCH = 256
 BATCHES = (1024, 4096, 8192, 16384)
-SEEDS, TARGET_SEEDS, TUNING_SEED = (4, 5, 6), (16, 17, 18, 19, 20), 101
+SEEDS, TARGET_SEEDS, TUNING_SEED = (7, 8, 9), (16, 17, 18, 19, 20), 101
 SAMPLES = 60_000
 EPOCHS = 2.0
 """Of a run with batches of 256: 0.45 TFLOP."""
-LENGTHS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+LENGTHS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 """Of other runs with the same batch, over the usual."""
 WIDTHS, STRIDE = (16, 32), 4
 """Of the network, small so that 245 runs are a matter of hours."""
@@ -51,18 +53,20 @@ LOOKS = 24
 """Evaluations of a run, of which those of its last half are made."""
 
 Build = Callable[[float, float], Feature]
-"""(learning rate, batch over 256) -> an optimizer; the learning rate is that of the small batch where it scales."""
+"""(learning rate, batch over 256) -> an optimizer."""
 
-METHODS: Mapping[str, tuple[Build, Sequence[float]]] = {
-    "nesterov": (lambda lr, scale: SGD(lr=lr * scale, weight_decay=5e-4), (0.025, 0.05, 0.1, 0.2)),
-    "lars": (lambda lr, scale: _lars(lr, scale, "none"), (1.0, 2.0, 4.0, 8.0)),
-    "lars-dynamic": (lambda lr, scale: _lars(lr, scale, "dynamic"), (1.0, 2.0, 4.0, 8.0)),
-    "lamb": (lambda lr, scale: LAMB(lr=lr * scale**0.5, weight_decay=0.01), (0.004, 0.008, 0.016, 0.032)),
+METHODS: Mapping[str, tuple[Build, Sequence[float], float]] = {
+    "nesterov": (lambda lr, scale: SGD(lr=lr, weight_decay=5e-4), (0.025, 0.05, 0.1, 0.2), 1.0),
+    "lars": (lambda lr, scale: _lars(lr, scale, "none"), (1.0, 2.0, 4.0, 8.0), 1.0),
+    "lars-dynamic": (lambda lr, scale: _lars(lr, scale, "dynamic"), (1.0, 2.0, 4.0, 8.0), 1.0),
+    "lamb": (lambda lr, scale: LAMB(lr=lr, weight_decay=0.01), (0.004, 0.008, 0.016, 0.032), 0.5),
     "adamw": (
-        lambda lr, scale: AdamW(lr=lr * scale**0.5, weight_decay=0.05, betas=(0.9, 0.99)),
+        lambda lr, scale: AdamW(lr=lr, weight_decay=0.05, betas=(0.9, 0.99)),
         (1e-3, 2e-3, 4e-3, 8e-3),
+        0.5,
     ),
 }
+"""What builds each, the first learning rates for batches of 256, and the power of the batch that they grow with."""
 
 
 def _lars(lr: float, scale: float, clip: Any) -> LARS:
@@ -125,7 +129,7 @@ def listed(steps: Sequence[int | None]) -> str:
     return ", ".join(str(each or "never") for each in steps)
 
 
-@dataclass
+@dataclass(eq=False)
 class Contest:
     """All runs; `check` raises when the time is up."""
 
@@ -160,6 +164,7 @@ class Contest:
         reached = [int(step) for step, found in self.run(*run)["accuracies"].items() if found >= self.target]
         return min(reached, default=None)
 
+    @cache  # noqa: B019  (a contest lives as long as the process)
     def tuned(self, method: str, batch: int) -> tuple[float, float]:
         """Learning rate and length that get to the target in the fewest steps, of eight trials."""
         trials: dict[tuple[float, float], tuple[float, float]] = {}
@@ -169,21 +174,30 @@ class Contest:
             ends = -self.last(method, lr, batch, length, TUNING_SEED)
             trials[lr, length] = (float("inf") if reached is None else reached, ends)
 
-        for lr in METHODS[method][1]:
+        for lr in self.first_rates(method, batch):
             attempt(lr, 1.0)
         while len(trials) < TRIALS:
             best, length = min(trials, key=trials.__getitem__)
-            known = sorted({lr for lr, _ in trials})
+            known, at = sorted({lr for lr, _ in trials}), LENGTHS.index(length)
+            got = trials[best, length][0] < float("inf")
             if best in (known[0], known[-1]):
                 attempt(best * (2 if best == known[-1] else 0.5), length)
-                continue
-            above = (best * known[known.index(best) + 1]) ** 0.5
-            got = trials[best, length][0] < float("inf")
-            following = (best, LENGTHS[min(max(LENGTHS.index(length) + (-1 if got else 1), 0), len(LENGTHS) - 1)])
-            # a finer rate comes first, and again where the other length was tried already
-            finer = len({lr for lr, _ in trials}) <= len(METHODS[method][1]) or following in trials
-            attempt(*((above, length) if finer else following))
+            elif not got and (best, longer := LENGTHS[min(at + 2, len(LENGTHS) - 1)]) not in trials:
+                attempt(best, longer)
+            elif got and at and (best, LENGTHS[at - 1]) not in trials:
+                attempt(best, LENGTHS[at - 1])
+            else:
+                attempt((best * known[known.index(best) + 1]) ** 0.5, length)
         return min(trials, key=trials.__getitem__)
+
+    def first_rates(self, method: str, batch: int) -> list[float]:
+        """Around the best rate of the batch before; at the smallest one, those of the small batch scaled up."""
+        index = BATCHES.index(batch)
+        if index:
+            before = self.tuned(method, BATCHES[index - 1])[0]
+            return [before / 2, before, before * 2]
+        _, rates, power = METHODS[method]
+        return [rate * (batch / BATCH) ** power for rate in rates]
 
     def fresh(self, method: str, batch: int) -> list[int | None]:
         """Steps to the target of the fresh seeds."""
