@@ -59,3 +59,8 @@ class TestDGC(FeatureSuite):
 class TestSelection(CodecSuite):
     feature = Dense(select="hypernetwork", budget_kb=3.0)
     tolerance = 0.5
+
+
+@pytest.mark.slow
+class TestSelectionByGain(TestSelection):
+    feature = Dense(select="gain", budget_kb=3.0)
