@@ -129,6 +129,12 @@ PATHS = (
 )
 
 
+FOR_FEW, FOR_MANY = 0.5, 30.0
+"""Seconds that a hostile client waits for an answer, which may never come: after a few bytes, and after many, which a
+busy machine takes its time to pass on."""
+MANY = 1 << 20
+
+
 def hostile(count: int, seed: int = 0, body: int = 4 << 20) -> Iterator[tuple[bytes, bool]]:
     """Requests, nearly none of them valid, and whether the client waits for an answer.
 
@@ -206,7 +212,7 @@ async def _status(address: Address, data: bytes, waits: bool) -> int:
         if not waits:
             await asyncio.sleep(0)
             return 0
-        answer = await asyncio.wait_for(reader.read(65536), 0.5)
+        answer = await asyncio.wait_for(reader.read(65536), FOR_FEW if len(data) < MANY else FOR_MANY)
         return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
     except OSError:
         return 0
