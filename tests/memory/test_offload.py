@@ -187,11 +187,11 @@ def late_steps(share, monkeypatch, late, begin=True):
     steps = job.kept["late steps"].state
     assert all(len(bucket.parts) == 1 for bucket in steps.divided.buckets)
     for number in range(5):
+        for group in job.built_optimizer.param_groups:  # while the steps of the one before still wait
+            group["lr"] = 1e-2 / (1 + number)
         if begin:  # a loop of one's own may leave it to the optimizer's step
             job.phases[Phase.FORWARD][0]()
         backward(offloaded, number)
-        for group in job.built_optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + number)
         job.built_optimizer.step()
         job.built_optimizer.zero_grad()
     job.close()
