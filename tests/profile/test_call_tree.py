@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import time
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -235,10 +235,21 @@ def test_a_file_gives_back_what_was_saved(tmp_path_factory, tree):
         np.testing.assert_array_equal(getattr(back.tree, name), column)
 
 
+def test_series_of_a_file_before_version_3_were_lists_of_tables(tmp_path):
+    save(tmp_path / "now.npz", clock=[StepTimes(0, 2, 1.5, 1.0, 7)])
+    with np.load(tmp_path / "now.npz") as arrays:
+        kept = dict(arrays)
+    table = json.loads(kept["head"].tobytes())
+    table["version"] = 2
+    table["facts"] |= {"clock": [asdict(StepTimes(0, 2, 1.5, 1.0, 7))], "work": [], "memory": []}
+    np.savez(tmp_path / "then.npz", **kept | {"head": as_bytes(table), "inclusive": kept["own"]})
+    assert load(tmp_path / "then.npz").facts == load(tmp_path / "now.npz").facts
+
+
 def save(path, **changes):
     builder = TreeBuilder()
     builder.add(builder.node(0, NodeKind.OPERATOR, "x"), count=1, own=5)
-    Profile(builder.build(), Facts()).save(path)
+    Profile(builder.build(), Facts(clock=changes.pop("clock", []))).save(path)
     with np.load(path) as arrays:
         kept = dict(arrays)
     np.savez(path, **(kept | changes))

@@ -11,7 +11,7 @@ from shoestring.profile import analyses
 from shoestring.profile.comparison import compare, merged
 from shoestring.profile.findings import Finding
 from shoestring.profile.recording import Facts, Profile, StepTimes
-from shoestring.profile.tree import CallTree, NodeKind, totals
+from shoestring.profile.tree import CallTree, NodeKind
 from shoestring.profile.view import page
 from tests.browser import Browser, needs_chromium
 from tests.profile.small_profiles import HOSTILE, hostile, small
@@ -201,7 +201,7 @@ def large(nodes, seed=0):
     zeros = np.zeros(nodes, np.int64)
     line = np.where(kind == NodeKind.PYTHON, draw.integers(1, 400, nodes), 0)
     known = {"parent": parent, "kind": kind, "name": name, "line": line, "link": zeros - 1, "own": own}
-    known |= {"inclusive": totals(parent, own), "count": zeros + 3, "least": own // 9, "most": own // 2}
+    known |= {"count": zeros + 3, "least": own // 9, "most": own // 2}
     columns = {field: zeros for field in CallTree.__dataclass_fields__ if field not in ("names", *known)}
     fractions = {field: column.astype(float) for field, column in columns.items() if field in ("squares", "errors")}
     return Profile(CallTree(names=names, **known, **(columns | fractions)), Facts(["large.py"], own.sum() / 1e9))

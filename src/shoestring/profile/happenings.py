@@ -17,7 +17,7 @@ import torch
 
 from shoestring.profile.recording import Events, MemoryAt, StepTimes, WorkAt
 
-MOST_STEPS, MOST_EVENTS = 64, 64
+MOST_STEPS, MOST_LOOKS, MOST_EVENTS = 64, 32, 64
 LONGEST_NAME = 200
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
 """How names of operators begin that run what torch.compile made."""
@@ -68,7 +68,9 @@ class StepClock:
             self.width *= 2
             pairs = zip(self.times[::2], self.times[1::2], strict=True)
             self.times = [
-                StepTimes(a.first, a.steps + b.steps, a.seconds + b.seconds, max(a.longest, b.longest), b.resident)
+                StepTimes(
+                    a.first, a.steps + b.steps, round(a.seconds + b.seconds, 6), max(a.longest, b.longest), b.resident
+                )
                 for a, b in pairs
             ]
 
@@ -103,7 +105,7 @@ class Surroundings:
         if self.counted is not None:
             on_accelerator = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
             self.memory.append(MemoryAt(round(seconds, 3), self.counted() + on_accelerator))
-        if max(len(self.work), len(self.memory)) >= MOST_STEPS:
+        if max(len(self.work), len(self.memory)) >= MOST_LOOKS:
             self.interval *= 2
             del self.memory[1::2], self.work[1::2]
 

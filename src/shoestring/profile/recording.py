@@ -6,7 +6,7 @@ The format is numpy's .npz without pickled objects: every column an array, names
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,9 @@ class Facts:
     clock: list[StepTimes] = field(default_factory=list)
     """Of all steps in their order, those that follow each other together where there are many: 64 entries at most."""
     work: list[WorkAt] = field(default_factory=list)
-    """How far the thread that steps had come now and then, 64 entries at most."""
+    """How far the thread that steps had come now and then, 32 entries at most."""
     memory: list[MemoryAt] = field(default_factory=list)
-    """What the process held as time went by, 64 entries at most; empty where that is not known."""
+    """What the process held as time went by, 32 entries at most; empty where that is not known."""
     waits: dict[str, Events] = field(default_factory=dict)
     """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
     torch.compile; 64 at most."""
@@ -103,6 +103,10 @@ class Facts:
     threads: int = 0
     """Threads that torch computed an operator with, the most that were seen; 0 is not known."""
     device: str = ""
+
+
+_SERIES: Mapping[str, Callable[..., Any]] = {"clock": StepTimes, "work": WorkAt, "memory": MemoryAt}
+"""Facts that are noted now and then."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,11 @@ class Profile:
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
-        table: dict[str, Any] = {"facts": asdict(self.facts)}
+        facts = asdict(self.facts)
+        for name in _SERIES:
+            entries = facts[name]  # by column, as their names would be longer than what they hold
+            facts[name] = {key: [each[key] for each in entries] for key in (entries[0] if entries else ())}
+        table: dict[str, Any] = {"facts": facts}
         if self.ranks is not None:
             table["ranks"] = self.ranks.labels
             arrays["ranks"] = _narrow(self.ranks.own)
@@ -171,11 +179,13 @@ def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile
 
 
 def _facts(table: dict[str, Any]) -> Facts:
-    clock = [StepTimes(**each) for each in table.pop("clock", ())]
-    waits = {name: Events(**each) for name, each in table.pop("waits", {}).items()}
-    work = [WorkAt(**each) for each in table.pop("work", ())]
-    memory = [MemoryAt(**each) for each in table.pop("memory", ())]
-    return Facts(**table, clock=clock, waits=waits, work=work, memory=memory)
+    for name, make in _SERIES.items():
+        kept = table.get(name, [])
+        if isinstance(kept, dict):  # before version 3 it was a list of tables
+            kept = [dict(zip(kept, values, strict=True)) for values in zip(*kept.values(), strict=True)]
+        table[name] = [make(**each) for each in kept]
+    table["waits"] = {name: Events(**each) for name, each in table.pop("waits", {}).items()}
+    return Facts(**table)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:
@@ -186,4 +196,4 @@ def _narrow(column: np.ndarray) -> np.ndarray:
     return column
 
 
-FORMAT = Format("a profile", "shoestring-profile", 2, _profile)
+FORMAT = Format("a profile", "shoestring-profile", 3, _profile)

@@ -40,7 +40,7 @@ class NodeKind(IntEnum):
 
 
 COLUMNS = (
-    *("parent", "kind", "name", "line", "link", "count", "inclusive", "own", "least", "most"),
+    *("parent", "kind", "name", "line", "link", "count", "own", "least", "most"),
     *("bytes", "flops", "device", "idle", "alone", "graphed", "inputs", "variants"),
 )
 FRACTIONS = ("squares", "count_variance", "own_variance")
@@ -66,7 +66,6 @@ class CallTree:
     link: Integers
     """Of LINK nodes, the node whose gradient is computed below; otherwise -1."""
     count: Integers
-    inclusive: Integers
     own: Integers
     least: Integers
     most: Integers
@@ -107,6 +106,11 @@ class CallTree:
 
     def __len__(self) -> int:
         return len(self.parent)
+
+    @cached_property
+    def inclusive(self) -> Integers:
+        """With what is below."""
+        return totals(self.parent, self.own)
 
     @cached_property
     def depth(self) -> Integers:
@@ -240,7 +244,6 @@ class TreeBuilder:
             name=rows[:, 2],
             line=rows[:, 3],
             link=rows[:, 4],
-            inclusive=totals(parent, numbers["own"]),
             **(numbers | {"least": np.where(numbers["count"] > 0, numbers["least"], 0)}),
         )
 
