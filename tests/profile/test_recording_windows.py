@@ -31,6 +31,7 @@ class Program:
     recording: bool = True
     processor: float = 0.0
     recorded: float = 0.0
+    beside: float = 0.0
     true: np.ndarray = field(default_factory=lambda: np.zeros((3, 2)))
     numbers: np.ndarray = field(default_factory=lambda: np.zeros((3, 6)))
     means: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
@@ -51,16 +52,17 @@ class Program:
         self.processor += took
 
 
-def run(seed, steps=600, stepping=True, known=0.4, **how):
+def run(seed, steps=600, stepping=True, known=0.4, beginning=0.0, **how):
     chance, program = random.Random(seed), Program(known=known)
     windows = Windows(
         lambda: [program],
         program.pause,
-        lambda: Spent(program.recorded, program.processor, 0.0),
+        lambda: Spent(program.recorded, program.processor + program.beside, program.beside),
         **{"budget": None, **how},
     )
     program.numbers, windows.random = program.numbers.copy(), random.Random(seed)
     windows.begin()
+    program.beside = beginning
     for number in range(steps):
         program.step(number, chance)
         (windows.step if stepping else windows.tick)(program.processor)
@@ -97,6 +99,13 @@ def test_the_share_keeps_a_budget_whatever_recording_knows_of_its_cost(budget, k
     recorded = program.recorded / known
     assert recorded / (program.processor - recorded) == pytest.approx(budget, abs=0.01)
     assert windows.share < 1
+
+
+def test_a_dear_beginning_is_saved_without_losing_sight_of_what_recording_costs():
+    program, windows, _, _ = run(1, steps=400, share=1.0, budget=0.03, beginning=0.05)
+    recorded = program.recorded / 0.4
+    assert (recorded + program.beside) / (program.processor - recorded) == pytest.approx(0.03, abs=0.005)
+    assert len(windows.price.ratios) >= 3
 
 
 def test_under_a_budget_a_part_is_always_left_out_so_that_steps_can_be_compared():

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -195,7 +195,7 @@ class Windows:
         self.stepping, self.steps, self.now, self.step_seconds = False, 0, 0.0, 0.0
         self.recording, self.recorded = True, 0.0
         self.price, self.handling, self.handled = Price(), 0.0, 0.0
-        self.opened_at = 0.0
+        self.opened_at = self.stepped_at = 0.0
 
     def begin(self) -> None:
         """Count from here: the first block is recorded as a whole."""
@@ -216,8 +216,8 @@ class Windows:
         began = time.perf_counter()
         with self.lock:
             if self.stepping:
-                self.step_seconds += (seconds - self.now - self.step_seconds) / min(self.steps + 1, 20)
-            self.now = seconds
+                self.step_seconds += (seconds - self.stepped_at - self.step_seconds) / min(self.steps + 1, 20)
+            self.now = self.stepped_at = seconds
             if not self.stepping:
                 self._end(self._of_program())
                 self.stepping = True
@@ -308,10 +308,16 @@ class Windows:
     def _next(self, position: float) -> None:
         unit = 1 if self.stepping else WINDOW
         seconds = min(max(BLOCK[0], self.now / 10), BLOCK[1])
-        window = length = ceil(seconds / (self.step_seconds or seconds)) if self.stepping else round(seconds / WINDOW)
+        each = (self.step_seconds or seconds) if self.stepping else WINDOW
+        window = length = ceil(seconds / each)
         if self.share < 1:  # of both kinds one at least
             window = max(1, round(self.share * max(length, 1 / self.share, 1 / (1 - self.share))))
             length = max(round(window / self.share), window + 1)
+        most = ceil(max(self.now, BLOCK[1]) / each)
+        if self.budget is not None and length > most:
+            # What the beginning cost would take a block this long to save: save first, and then look again.
+            self.block = Stratum(position, position + most * unit, inf, inf)
+            return
         opens = position + unit * (self.random.randrange(length - window + 1))
         self.block = Stratum(position, position + length * unit, opens, opens + window * unit)
 
