@@ -152,7 +152,7 @@ class Profile:
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
-        facts = asdict(self.facts)
+        facts: dict[str, Any] = dict(asdict(self.facts))
         for name in _SERIES:
             entries = facts[name]  # by column, as their names would be longer than what they hold
             facts[name] = {key: [each[key] for each in entries] for key in (entries[0] if entries else ())}
