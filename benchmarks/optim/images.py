@@ -5,7 +5,8 @@ batches of 256. A batch four times as large usually has half as many steps, so r
 need. A method has eight trials at each batch, on a seed of their own: learning rates around the best one of the batch
 before (at the smallest of them, those of batches of 256 scaled up), on a grid that grows until the best is inside it,
 then longer runs until one gets there, and finer rates and shorter runs where one does. What counts is the first
-evaluation at or above the target, of fresh seeds. AdaScale has no trials: it takes the setting of the small batch.
+evaluation at or above the target, of fresh seeds; one that does not get there begins again with a longer run. AdaScale
+has no trials, and no second try: it takes the setting of the small batch.
 Every step is of micro-batches of 256, so that batch norm sees as many images whatever the batch, as it would on as many
 ranks.
 
@@ -200,8 +201,14 @@ class Contest:
         return [rate * (batch / BATCH) ** power for rate in rates]
 
     def fresh(self, method: str, batch: int) -> list[int | None]:
-        """Steps to the target of the fresh seeds."""
-        return [self.steps(*self.setting(method, batch), seed) for seed in SEEDS]
+        """Steps to the target of the fresh seeds, each in the shortest run that gets there, if any does."""
+        return [self.needed(*self.setting(method, batch), seed) for seed in SEEDS]
+
+    def needed(self, method: str, lr: float, batch: int, length: float, seed: int) -> int | None:
+        """Steps in a run of this length, or in the next longer one that gets there."""
+        longer = [] if method == "adascale" else [each for each in LENGTHS if each > length]
+        found = (self.steps(method, lr, batch, each, seed) for each in (length, *longer))
+        return next((steps for steps in found if steps is not None), None)
 
     def setting(self, method: str, batch: int) -> tuple[str, float, int, float]:
         """Method, learning rate, batch and length of the runs that count."""
