@@ -37,6 +37,8 @@ class RunProfiled:
     budget: float | None = None
     """Processor time that the profile may add, as a part of the program's: 0.03 is 3%. The share of the time that is
     recorded follows from it."""
+    native_frames: bool = False
+    """Sample the native functions that operators spend their time in, such as those of MKL. Linux only."""
     inside: str = ""
     """Names of installed packages whose lines count as the program's own, such as `transformers`, with commas between
     them."""
@@ -55,7 +57,7 @@ class RunProfiled:
         inside = [name.strip() for name in self.inside.split(",") if name.strip()]
         code: object = 0
         folder = "" if self.module else str(file.parent)
-        recording = profiled(out, inside, share=self.share, budget=self.budget)
+        recording = profiled(out, inside, share=self.share, budget=self.budget, native_frames=self.native_frames)
         with _interpreter([self.program or self.module, *arguments], folder), recording as result:
             try:
                 if self.module:
@@ -193,6 +195,7 @@ class ProfileProgram:
         return self.action.run(arguments)
 
 
+_FLAGS = ("--debug", "--help", "-h", "--native-frames", "--no-native-frames")
 ACTIONS = ("run", "view", "diff", "merge", "export")
 
 
@@ -205,7 +208,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         return rest, []
     while rest and rest[0].startswith("-") and rest[0] != "--":
         own.append(rest.pop(0))
-        if rest and "=" not in own[-1] and own[-1] not in ("--debug", "--help", "-h"):
+        if rest and "=" not in own[-1] and own[-1] not in _FLAGS:
             own.append(rest.pop(0))
         if own[-2:-1] in (["-m"], ["--module"]) or own[-1].startswith("--module="):
             return ["run", *own], rest

@@ -10,6 +10,9 @@
 // and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH.
 
 #include "frames.h"
+#if defined(__linux__)
+#include "native_frames.h"
+#endif
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
@@ -299,6 +302,7 @@ struct Thread {
     uint64_t lost = 0, ident = 0;
     uint32_t index = 0, level = 0;  // `level`: size of `stack`
     bool lasting = false, fresh = false;
+    void* timer = nullptr;  // of samples of its native frames
     Open open[OPERATORS];
     Frame stack[DEPTH];
     Place places[PLACES];
@@ -442,6 +446,7 @@ struct Thread {
 
 // What follows is changed with `changing` held, which a fork waits for: it may not copy a lock that is held.
 std::mutex changing;
+std::atomic<bool> forked{false};
 std::atomic<uint32_t> known{0};
 Thread* everybody[THREADS];
 std::vector<Thread*>& idle() {
@@ -450,10 +455,35 @@ std::vector<Thread*>& idle() {
 }
 __attribute__((tls_model("initial-exec"))) thread_local Thread* mine = nullptr;
 
+#if defined(__linux__)
+std::atomic<int64_t> native_every{0};  // nanoseconds of a thread's processor time from one sample to the next; 0: none
+
+void watch(Thread& own) { own.timer = native_frames::watch(native_every); }
+
+void unwatch(Thread& own) {
+    if (own.timer) timer_delete(own.timer);
+    own.timer = nullptr;
+}
+
+bool running_operator(native_frames::Running& found) {
+    if (!mine || !mine->depth || mine->depth > OPERATORS || forked) return false;
+    const Open& open = mine->open[mine->depth - 1];
+    found = {mine->index, open.node, reinterpret_cast<uintptr_t>(open.call)};
+    if (open.node >= mine->size) return false;  // it begins just now
+    return mine->at(open.node).kind == OPERATOR || mine->at(open.node).kind == BACKWARD;
+}
+#else
+constexpr int64_t native_every = 0;
+void watch(Thread&) {}
+void unwatch(Thread&) {}
+#endif
+
 struct Leaving {  // gives a thread's tree to the next new thread
     ~Leaving() {
         std::lock_guard<std::mutex> held(changing);
-        if (mine) idle().push_back(mine);
+        if (!mine) return;
+        unwatch(*mine);
+        idle().push_back(mine);
         mine = nullptr;
     }
 };
@@ -565,7 +595,7 @@ uint32_t path_below(Thread& own, const Open& above) {
 
 // -- what torch calls ------------------------------------------------------------------------------------------------
 
-std::atomic<bool> with_frames{true}, forked{false}, looking{false}, at_random{false};
+std::atomic<bool> with_frames{true}, looking{false}, at_random{false};
 std::atomic<int64_t> looks{0};
 at::CallbackHandle recorder = 0, looker = 0;
 bool running = false, paused = false;
@@ -632,6 +662,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
         return nullptr;
     }
     bool measured = !(own.events & 31);  // what it takes to record an operator is measured at some
+    if (__builtin_expect(measured && native_every && !own.timer, 0)) watch(own);
     uint64_t entered = measured ? now() : 0;
     const Open* above = own.depth ? &own.open[own.depth - 1] : nullptr;
     const _PyInterpreterFrame* frame = nullptr;
@@ -828,6 +859,7 @@ void forget_in_child() {
     changing.unlock();
     if (running) forked = true;  // until a profile of its own is begun
     if (mine) mine->depth = 0;
+    for (uint32_t i = 0; i < known; i++) everybody[i]->timer = nullptr;  // which a fork does not have
 }
 
 void remove_callbacks() {
@@ -887,7 +919,55 @@ int callpaths_stop() {
     std::lock_guard<std::mutex> held(changing);
     if (!running) return 1;
     remove_callbacks();
+#if defined(__linux__)
+    native_every = 0;
+    native_frames::on = false;
+    for (uint32_t i = 0; i < known; i++) unwatch(*everybody[i]);
+#endif
     return 0;
+}
+
+// Sample the native frames of operators from now on, each so many nanoseconds of a thread's processor time. 1: this
+// system has no such timers; 2: somebody else has the signal.
+int callpaths_native(int64_t nanoseconds) {
+#if defined(__linux__)
+    std::lock_guard<std::mutex> held(changing);
+    native_frames::running_in = running_operator;
+    native_frames::taken = native_frames::written.load();
+    native_frames::dropped = 0;
+    if (!native_frames::begin()) return 2;
+    native_every = nanoseconds;
+    return 0;
+#else
+    return 1;
+#endif
+}
+
+// The next sample: (thread, node, whether it is whole), and addresses, of which there are as many as is returned less 1.
+uint32_t callpaths_native_sample(uint32_t* about, uint64_t* frames) {
+#if defined(__linux__)
+    return native_frames::take(about, frames);
+#else
+    return 0;
+#endif
+}
+
+uint64_t callpaths_native_dropped() {
+#if defined(__linux__)
+    return native_frames::dropped;
+#else
+    return 0;
+#endif
+}
+
+uint64_t callpaths_native_name(uint64_t address, char* room, uint64_t size) {
+#if defined(__linux__)
+    std::string text = native_frames::spelled(address);
+    std::copy_n(text.data(), std::min<uint64_t>(size, text.size()), room);
+    return text.size();
+#else
+    return 0;
+#endif
 }
 
 // Have torch call something that does nothing for each operator, which is the least that a recording costs. Of one thread.

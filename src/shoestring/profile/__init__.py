@@ -36,6 +36,9 @@ class CallPaths(RecordsSteps):
     budget: float = 0.0
     """Processor time that profiling may add while it records, as a part of the run's: 0.03 is 3%. The share of the time
     that is recorded follows from it; 0 leaves it at `share`."""
+    native_frames: bool = False
+    """Sample the native functions that operators spend their time in, every 10 ms of a thread's processor time. Linux
+    only; takes the signal SIGPROF."""
     inside: tuple[str, ...] = ("shoestring",)
     """Names of installed packages whose lines count as the program's own, so that their time is shown line by line."""
     folder: str = "."
@@ -95,7 +98,12 @@ class ProfileResult:
 
 @contextmanager
 def profiled(
-    path: Path | str | None = None, inside: Sequence[str] = (), *, share: float = 1.0, budget: float | None = None
+    path: Path | str | None = None,
+    inside: Sequence[str] = (),
+    *,
+    share: float = 1.0,
+    budget: float | None = None,
+    native_frames: bool = False,
 ) -> Iterator[ProfileResult]:
     """Profile what runs within; the profile is saved also where that raises.
 
@@ -109,9 +117,11 @@ def profiled(
             the tree's variances say how certain they are. Of JAX programs windows are recorded in any case.
         budget: processor time that the profile may add, as a part of the program's (0.03 is 3%); the share follows
             from what recording is measured to cost.
+        native_frames: whether to sample the native functions that operators spend their own time in.
 
     Raises:
-        ConfigError: a share or budget outside of (0, 1].
+        ConfigError: a share or budget outside of (0, 1]; native frames without Linux or a compiler, or beside another
+            program that takes SIGPROF.
         RuntimeError: a profile is being recorded already.
         OSError: the file cannot be written.
     """
@@ -120,7 +130,7 @@ def profiled(
     from shoestring.profile.lines import sources_of
 
     result, process = ProfileResult(), os.getpid()
-    collector = started(share, budget)
+    collector = started(share, budget, native_frames)
     jax = JaxCollector(share, budget)
     jax.begin()
     try:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoestring.core.errors import ConfigError
 from shoestring.core.trace import listening
 from shoestring.planning.system import cores
 from shoestring.profile import native_tree
 from shoestring.profile.happenings import Happenings, StepClock, Surroundings, unseen, versions, watched
 from shoestring.profile.kineto import EventFold, TorchWindows, device_name
+from shoestring.profile.native_frames import NativeFrames
 from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
@@ -49,6 +51,8 @@ class Collector:
     """Part of the time in which operators are recorded; what they took is scaled up to all of it."""
     budget: float | None = None
     """What recording may add to the program's processor time (0.03 is 3%); sets the share as the program runs."""
+    native_frames: bool = False
+    """Whether operators' own time is shared out to the native functions below them."""
     before: list[ThreadData] = field(default_factory=list)
 
     def start(self) -> None:
@@ -56,7 +60,7 @@ class Collector:
 
         Raises:
             RuntimeError: a profile is being recorded already.
-            ConfigError: a share or budget that is none.
+            ConfigError: a share or budget that is none, or native frames where they cannot be recorded.
         """
         self.library = native_tree.library()
         self.windows = None
@@ -64,6 +68,11 @@ class Collector:
             self.windows = Windows(self._read, self.library.callpaths_pause, self._cost, self.share, self.budget)
         if self.library.callpaths_start(int(self.frames)):
             raise RuntimeError("a profile is being recorded in this process already")
+        try:
+            self.native = NativeFrames(self.library) if self.native_frames else None
+        except ConfigError:
+            self.library.callpaths_stop()
+            raise
         self.before = self._read()
         self.ident = threading.get_ident()
         self.kernels = TorchWindows(EventFold(timed=False)) if torch.cuda.is_available() else None
@@ -100,6 +109,8 @@ class Collector:
         places = [data.graft(builder, names, tick) for data in after]
         for data, own in zip(after, places, strict=True):
             data.link(builder, own, places, names, tick)
+        if self.native is not None:
+            self.native.share_out(builder, places)
         mine = next((data for data in after if data.ident == self.ident), None)
         overhead = int(mine.cost[0]) * tick / 1e9 if mine else 0.0
         if self.frames:
@@ -145,6 +156,8 @@ class Collector:
     def _tick(self) -> None:
         seconds = time.perf_counter() - self.began
         self.surroundings.look(seconds)
+        if self.native is not None:
+            self.native.drain()
         if self.windows is not None:
             self.windows.tick(seconds)
 

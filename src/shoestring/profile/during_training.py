@@ -70,7 +70,12 @@ class _ProfiledSteps:
 
     def _recording(self) -> AbstractContextManager[ProfileResult]:
         settings = self.settings
-        return profiled(inside=settings.inside, share=settings.share, budget=settings.budget or None)
+        return profiled(
+            inside=settings.inside,
+            share=settings.share,
+            budget=settings.budget or None,
+            native_frames=settings.native_frames,
+        )
 
     def after_step(self) -> None:
         """End with the last step: also of a loop that ends by itself, where this is called once more."""

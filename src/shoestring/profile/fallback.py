@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
+from shoestring.core.errors import ConfigError
 from shoestring.native import CompileError
 from shoestring.planning.system import cores
 from shoestring.profile.collector import Collector, Recorded
@@ -19,17 +20,19 @@ from shoestring.profile.recording import Facts
 log = logging.getLogger("shoestring")
 
 
-def started(share: float, budget: float | None) -> Collector | TorchCollector:
+def started(share: float, budget: float | None, native_frames: bool) -> Collector | TorchCollector:
     """The native collector where it can be compiled, and otherwise this one; recording.
 
     Raises:
         RuntimeError: a profile is being recorded already.
-        ConfigError: a share or budget that is none.
+        ConfigError: a share or budget that is none, or native frames where they cannot be recorded.
     """
-    collector = Collector(share=share, budget=budget)
+    collector = Collector(share=share, budget=budget, native_frames=native_frames)
     try:
         collector.start()
     except CompileError as error:
+        if native_frames:
+            raise ConfigError(f"native frames cannot be recorded: {error}") from error
         collector = TorchCollector(str(error))
         collector.start()
     return collector

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind
+from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, without_native
 
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)")
@@ -126,6 +126,7 @@ def in_backward(tree: CallTree) -> NDArray[np.bool_]:
 
 def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int], LineTime]:
     """Own times of all nodes by the nearest line of the program above them."""
+    tree = without_native(tree)
     nearest, behind = nearest_lines(tree, inside), in_backward(tree)
     lines: dict[tuple[str, int], LineTime] = {}
     for node in np.flatnonzero((nearest >= 0) & (tree.own != 0)):

@@ -31,6 +31,10 @@ def library() -> Any:
     library.callpaths_cost.argtypes = [ctypes.c_uint32, ctypes.c_void_p]
     library.callpaths_enter.argtypes, library.callpaths_enter.restype = [ctypes.c_char_p], ctypes.c_void_p
     library.callpaths_leave.argtypes = [ctypes.c_void_p]
+    library.callpaths_native.argtypes = [ctypes.c_int64]
+    library.callpaths_native_sample.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.callpaths_native_dropped.restype = library.callpaths_native_name.restype = ctypes.c_uint64
+    library.callpaths_native_name.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
     return library
 
 

@@ -12,7 +12,7 @@ from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import LineTime, by_line, import_time, in_backward, short, without_imports
 from shoestring.profile.recording import Facts, Profile
-from shoestring.profile.tree import CallTree, NodeKind
+from shoestring.profile.tree import CallTree, NodeKind, without_native
 
 _CODE = 48
 """Characters of a line's code that are shown."""
@@ -34,11 +34,18 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
         yield f"and {len(lines) - most} more lines"
     rows = [
         [f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1)), name]
-        for name, (own, count) in list(by_operator(tree).items())[: max(most // 3, 1)]
+        for name, (own, count) in list(by_operator(without_native(tree)).items())[: max(most // 3, 1)]
     ]
     if rows:
         yield ""
         yield from columns(["share", "time", "calls", "mean", "operator, without those that it calls"], rows, figures=4)
+    rows = [
+        [f"{own / total:.1%}", seconds(own), name]
+        for name, own in list(by_native_function(tree).items())[: max(most // 3, 1)]
+    ]
+    if rows:
+        yield ""
+        yield from columns(["share", "time", "native function, without those that it calls"], rows, figures=2)
 
 
 def _headline(profile: Profile) -> Iterator[str]:
@@ -131,6 +138,14 @@ def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:
         own, count = found.get(name := tree.label(int(node)), (0, 0))
         found[name] = own + int(tree.own[node]), count + int(tree.count[node])
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+def by_native_function(tree: CallTree) -> dict[str, int]:
+    """Nanoseconds without what they call, of each native function below operators, the longest first."""
+    found: dict[str, int] = {}
+    for node in np.flatnonzero((tree.kind == NodeKind.NATIVE) & (tree.own > 0)):
+        found[name] = found.get(name := tree.label(int(node)), 0) + int(tree.own[node])
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:

@@ -37,6 +37,8 @@ class NodeKind(IntEnum):
     """Call paths that found no room."""
     KERNEL = 7
     """What an accelerator ran for the operator above: its time is in `device`, and in no other column."""
+    NATIVE = 8
+    """A native function that an operator, or another one, calls: samples say how its own time is shared out."""
 
 
 COLUMNS = (
@@ -55,7 +57,7 @@ class CallTree:
     """Columns of N nodes; a node comes after its parent, and the first is the root."""
 
     names: list[str]
-    """Of operators and spans; of Python functions `file<TAB>qualified name`."""
+    """Of operators and spans; of Python functions `file<TAB>qualified name`, of native ones `library<TAB>name`."""
     parent: Integers
     """The root's is -1."""
     kind: Integers
@@ -128,6 +130,9 @@ class CallTree:
             return f"{function} ({file.rsplit('/', 1)[-1]}:{self.line[node]})"
         if self.kind[node] == NodeKind.LINK:
             return f"backward of {self.label(int(self.link[node]))}" if self.link[node] >= 0 else "backward"
+        if self.kind[node] == NodeKind.NATIVE:
+            library, _, function = name.partition("\t")
+            return f"{function} ({library.rsplit('/', 1)[-1]})"
         name = name.removeprefix(ENGINE)
         return name or NodeKind(int(self.kind[node])).name.lower()
 
@@ -246,6 +251,22 @@ class TreeBuilder:
             link=rows[:, 4],
             **(numbers | {"least": np.where(numbers["count"] > 0, numbers["least"], 0)}),
         )
+
+
+def without_native(tree: CallTree) -> CallTree:
+    """The tree as it is where native functions are not recorded: operators have all of their own time."""
+    native = tree.kind == NodeKind.NATIVE
+    if not native.any():
+        return tree
+    above = tree.nearest(~native)
+    place = np.cumsum(~native) - 1
+    own = np.zeros_like(tree.own)
+    np.add.at(own, above, tree.own)
+    left: dict[str, Any] = {name: column[~native] for name, column in columns(tree).items()}
+    left["own"] = own[~native]
+    for name in ("parent", "link"):
+        left[name] = np.where(left[name] >= 0, place[left[name]], -1)
+    return CallTree(names=tree.names, **left)
 
 
 def merged(trees: Iterable[CallTree]) -> CallTree:

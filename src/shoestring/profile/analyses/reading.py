@@ -17,7 +17,7 @@ from shoestring.profile.analyses.statements import Text
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import in_backward, nearest_lines, without_imports
 from shoestring.profile.recording import Profile
-from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals
+from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals, without_native
 
 MATTERS = 0.03
 """Share of the time that a change must save at least to be worth a finding."""
@@ -113,7 +113,7 @@ class Reading:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.tree: CallTree = profile.tree
+        self.tree: CallTree = without_native(profile.tree)
         self._sources: dict[str, list[str]] = {}
         self._syntax: dict[str, Text | None] = {}
         self.total = max(without_imports(self.tree), 1)

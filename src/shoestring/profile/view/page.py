@@ -36,6 +36,7 @@ _LEGEND = (
     ("backward", "backward pass"),
     ("span", "named span"),
     ("kernel", "accelerator kernel"),
+    ("native", "native function"),
 )
 _CHANGES = (("more", "slower than before"), ("less", "faster than before"), ("all", "as before"))
 

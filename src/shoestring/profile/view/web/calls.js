@@ -2,9 +2,9 @@
 // A frame is a label: nodes with one kind, name and line are one frame, wherever they are called.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const [ROOT, PYTHON, OPERATOR, BACKWARD, SPAN, LINK, OVERFLOWN, KERNEL] = [0, 1, 2, 3, 4, 5, 6, 7];
-const KINDS = ["", "python", "operator", "backward", "span", "backward", "lost", "kernel"]; // classes of the style
-const KIND_NAMES = ["all", "Python line", "operator", "function of the backward pass", "named span", "backward pass of an operator", "call paths without room", "accelerator kernel"];
+const [ROOT, PYTHON, OPERATOR, BACKWARD, SPAN, LINK, OVERFLOWN, KERNEL, NATIVE] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+const KINDS = ["", "python", "operator", "backward", "span", "backward", "lost", "kernel", "native"]; // classes of the style
+const KIND_NAMES = ["all", "Python line", "operator", "function of the backward pass", "named span", "backward pass of an operator", "call paths without room", "accelerator kernel", "native function"];
 const ENGINE = "autograd::engine::evaluate_function: "; // before the name of a backward function, where torch runs all of it
 let calls = null; // columns by name; `own` has one column for each rank, or before and after
 let frames = null; // of each frame: kind, name, line, and whether it is shown when packages are hidden
@@ -57,6 +57,7 @@ function label(frame) {
   const text = data.names[frames.name[frame]], kind = frames.kind[frame];
   if (kind === ROOT) return "all";
   if (kind === PYTHON) return `${text.split("\t")[1] ?? ""} ${where(placeOf(frame))}`;
+  if (kind === NATIVE) return `${text.split("\t")[1]} (${shortFile(text.split("\t")[0])})`;
   if (kind === LINK) return text ? `backward of ${text.split("\t").pop()}` : "backward";
   return text.replace(ENGINE, "") || KIND_NAMES[kind];
 }

@@ -65,7 +65,7 @@ class Flame {
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.font = FONT;
     context.textBaseline = "middle";
-    this.palette = Object.fromEntries(["box-python", "box-package", "box-operator", "box-backward", "box-span", "box-kernel", "box-lost", "box-all", "box-more", "box-less", "box-found"].map((tone) => [tone, colour(tone)]));
+    this.palette = Object.fromEntries(["box-python", "box-package", "box-operator", "box-backward", "box-span", "box-kernel", "box-native", "box-lost", "box-all", "box-more", "box-less", "box-found"].map((tone) => [tone, colour(tone)]));
     for (const one of this.rows.flat()) this.drawBox(one, ink, paper, quiet);
     const chosen = this.rows.flat().find((one) => one.box === this.chosen);
     if (chosen) {

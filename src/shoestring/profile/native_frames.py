@@ -1,0 +1,107 @@
+"""Which native functions operators spend their own time in: samples of their stacks, by timers of processor time.
+
+The signal is SIGPROF. `native/native_frames.h` takes the samples; here they are counted, and share out what operators
+are measured to take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoestring.core.errors import ConfigError
+from shoestring.profile.tree import NodeKind, TreeBuilder
+
+EVERY = 0.01
+"""Processor seconds of a thread from one sample to the next."""
+FRAMES = 64
+"""Of a sample at most; of deeper stacks the innermost are kept."""
+MOST = 1 << 16
+"""Different stacks; of others only the operator is known."""
+_PARAMETERS = re.compile(r"\((?!anonymous namespace)[^()]*\)")
+_TEMPLATE = re.compile(r"<[^<>]*>")
+
+Stack = tuple[str, ...]
+"""Functions as `library<TAB>name`, the outermost first."""
+
+
+class NativeFrames:
+    """Counts the stacks below operators.
+
+    Raises:
+        ConfigError: the system has no such timers, or another profiler has the signal.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.counts: Counter[tuple[int, int, Stack]] = Counter()
+        self.known: dict[int, str] = {}
+        self._about = np.zeros(3, np.uint32)
+        self._addresses = np.zeros(FRAMES, np.uint64)
+        refused = library.callpaths_native(round(EVERY * 1e9))
+        if refused:
+            why = {1: "only Linux has timers that can sample them", 2: "another profiler has the signal SIGPROF"}
+            raise ConfigError(f"native frames cannot be recorded: {why[refused]}")
+
+    def drain(self) -> None:
+        """Count the samples since the last time."""
+        while size := self.library.callpaths_native_sample(self._about.ctypes.data, self._addresses.ctypes.data):
+            thread, node, whole = self._about.tolist()
+            functions = [self._function(address) for address in self._addresses[: size - 1].tolist()]
+            if any(function == "" for function in functions):
+                continue  # the recorder itself, which is in no operator's time
+            # Without the operator at its end, a walk lost its way after the first function.
+            stack = tuple(functions[::-1] if whole else functions[:1])
+            if len(self.counts) >= MOST and (thread, node, stack) not in self.counts:
+                stack = ()
+            self.counts[thread, node, stack] += 1
+
+    def _function(self, address: int) -> str:
+        """`library<TAB>name`; empty of what records."""
+        if address not in self.known:
+            room = ctypes.create_string_buffer(4096)
+            size = self.library.callpaths_native_name(address, room, len(room))
+            path, _, name = room.raw[: min(size, len(room))].decode(errors="replace").partition("\t")
+            if len(self.known) >= MOST:
+                self.known.clear()
+            ours = path == self.library._name
+            self.known[address] = "" if ours else f"{path or 'compiled as it ran'}\t{plain(name) or 'unknown'}"
+        return self.known[address]
+
+    def share_out(self, builder: TreeBuilder, places: Sequence[Mapping[int, int]]) -> None:
+        """Give operators' own time to the functions that samples were taken in.
+
+        Args:
+            places: of each thread, where its nodes are in the tree.
+        """
+        self.drain()
+        stacks: dict[int, Counter[Stack]] = {}
+        for (thread, node, stack), count in self.counts.items():
+            if thread < len(places) and (place := places[thread].get(node)) is not None:
+                stacks.setdefault(place, Counter())[stack] += count
+        for place, counted in stacks.items():
+            own, total, given = int(builder.numbers[place]["own"]), counted.total(), 0
+            for stack, count in counted.items():
+                node = place
+                for function in stack:
+                    node = builder.node(node, NodeKind.NATIVE, function)
+                if node == place:
+                    continue
+                share = count / total
+                part = int(own * share)
+                builder.add(node, own=part, own_variance=own**2 * share * (1 - share) / total)
+                given += part
+            builder.numbers[place]["own"] = own - given
+
+
+def plain(name: str) -> str:
+    """A C++ name without what a function takes and is made for."""
+    for pattern in (_TEMPLATE, _PARAMETERS):
+        while (shorter := pattern.sub("", name)) != name:
+            name = shorter
+    return name.removesuffix(" const").strip()
