@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -142,10 +143,10 @@ def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:
 
 def by_native_function(tree: CallTree) -> dict[str, int]:
     """Nanoseconds without what they call, of each native function below operators, the longest first."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for node in np.flatnonzero((tree.kind == NodeKind.NATIVE) & (tree.own > 0)):
-        found[name] = found.get(name := tree.label(int(node)), 0) + int(tree.own[node])
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        found[tree.label(int(node))] += int(tree.own[node])
+    return dict(found.most_common())
 
 
 def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
