@@ -8,7 +8,7 @@ import pytest
 
 from shoestring.cli import main
 from shoestring.commands.profiling import split
-from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.errors import ConfigError, DataError, nearest
 from shoestring.core.trace import Trace
 from shoestring.profile import analyses, load
 from shoestring.profile.comparison import compare, merged
@@ -169,7 +169,8 @@ def test_code_is_the_programs_own_unless_it_is_installed_or_pythons():
     assert package_of("/opt/python/lib/python3.12/json/decoder.py") == "python"
     assert package_of("<frozen runpy>") == package_of("<string>") == "python"
     assert package_of("/home/me/train.py") == package_of("<ipython-input-1-2>") == ""
-    assert package_of(main.__code__.co_filename) == "shoestring"
+    assert package_of(nearest.__code__.co_filename) == "shoestring"
+    assert package_of(main.__code__.co_filename) == "python"
     assert package_of(by_line.__code__.co_filename) == package_of(Trace.record.__code__.co_filename) == "python"
     assert short("/v/lib/python3.11/site-packages/torch/nn/functional.py") == "torch/nn/functional.py"
     assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,14 +59,20 @@ class RunProfiled:
         code: object = 0
         folder = "" if self.module else str(file.parent)
         recording = profiled(out, inside, share=self.share, budget=self.budget, native_frames=self.native_frames)
-        with _interpreter([self.program or self.module, *arguments], folder), recording as result:
-            try:
-                if self.module:
-                    runpy.run_module(self.module, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(str(file), run_name="__main__")
-            except SystemExit as ended:
-                code = ended.code
+        interpreter = _interpreter([self.program or self.module, *arguments], folder)
+        try:
+            with interpreter, _saved_on_sigterm(), recording as result:
+                try:
+                    if self.module:
+                        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+                    else:
+                        runpy.run_path(str(file), run_name="__main__")
+                except SystemExit as ended:
+                    code = ended.code
+        except BaseException:
+            if os.getpid() == process and out.is_file():
+                print(f"the program failed; its profile until then: shoestring profile view {out}", file=sys.stderr)
+            raise
         if os.getpid() == process:  # and no fork of it, whose program ends here too
             print("\n".join(summary(result.profile, self.lines)))
             print(f"\nsaved to {out}; as a page: shoestring profile view {out}")
@@ -77,6 +84,26 @@ class RunProfiled:
 
 def _name() -> str:
     return f"profile-{os.environ['RANK']}.npz" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "profile.npz"
+
+
+@contextmanager
+def _saved_on_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends the program as `sys.exit` does, unless the program handles it, so that nothing is lost."""
+    ours, process = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() != process:  # a fork, which ends as it would without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        sys.exit(128 + number)
+
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if ours and signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

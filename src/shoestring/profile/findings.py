@@ -36,7 +36,7 @@ class Finding:
         """What the change saves, in words; empty where it has no figure."""
         if self.gain is None:
             return ""
-        least, most = (f"{100 * share:.2g}%" for share in self.gain)
+        least, most = (f"{100 * share:.{2 if share < 0.995 else 3}g}%" for share in self.gain)
         factors = (f"{1 / (1 - share):.2f}x" for share in self.gain)
         share = least if least == most else f"{least} to {most}"
         return f"saves {share} of the time ({' to '.join(dict.fromkeys(factors))} as fast)"

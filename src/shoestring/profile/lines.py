@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, without_native
 
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
-_PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)")
+_PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)|/bin/shoestring$")
+_COMPILED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z0-9]{51}\.py$")
+"""Files that torch.compile writes, in its own folder or in another that it was told to use."""
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
-_WATCHING = (f"{_OWN_PACKAGE}profile/", f"{_OWN_PACKAGE}core/trace.py")  # which are on the path to what they watch
+_WATCHING = tuple(  # what is on the path to what it watches
+    f"{_OWN_PACKAGE}{each}" for each in ("profile/", "core/trace.py", "cli.py", "__main__.py", "commands/profiling.py")
+)
 _FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
 
 IMPORTS = "<imports>"
@@ -70,6 +74,8 @@ def package_of(file: str) -> str:
         return found[1]
     if file.startswith(_OWN_PACKAGE):
         return "python" if file.startswith(_WATCHING) else "shoestring"
+    if _COMPILED.search(file):
+        return "torch"
     return "python" if _PYTHON.search(file) else ""
 
 
