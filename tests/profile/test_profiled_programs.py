@@ -11,9 +11,10 @@ import pytest
 from shoestring.profile import load
 from shoestring.profile.happenings import Happenings
 from shoestring.profile.lines import by_line, package_of
-from shoestring.profile.recording import Profile
+from shoestring.profile.recording import Events, Profile
 
 pytestmark = pytest.mark.slow
+NONE = Events(0, 0.0, 0.0)
 WORK = """
 import os, signal, sys, time
 import torch
@@ -185,13 +186,13 @@ def test_whose_a_file_is(file, package):
     assert package_of(file) == package
 
 
-def test_garbage_that_an_import_collects_is_not_noted(tmp_path, monkeypatch):
-    (tmp_path / "collecting.py").write_text("HAPPENINGS.collected('start', {})\nHAPPENINGS.collected('stop', {})\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_garbage_that_the_import_of_a_package_collects_is_not_noted(tmp_path, monkeypatch):
     happenings = Happenings()
     monkeypatch.setattr("builtins.HAPPENINGS", happenings, raising=False)
-    __import__("collecting")
-    assert not happenings.events
-    happenings.collected("start", {})
-    happenings.collected("stop", {})
-    assert happenings.events["garbage collection"].count == 1
+    for folder, module, noted in (("site-packages", "collecting_package", 0), ("src", "collecting_module", 1)):
+        (tmp_path / folder).mkdir()
+        text = "HAPPENINGS.collected('start', {})\nHAPPENINGS.collected('stop', {})\n"
+        (tmp_path / folder / f"{module}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        __import__(module)
+        assert happenings.events.get("garbage collection", NONE).count == noted

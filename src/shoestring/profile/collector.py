@@ -82,6 +82,7 @@ class Collector:
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.hooks.enter_context(listening(SpanListener(self.library)))
+        self.surroundings.look(0.0)  # a short program may end before the thread that looks has run
         self.began, self.began_processor = time.perf_counter(), time.process_time()
         if self.windows is not None:
             self.windows.begin()

@@ -11,11 +11,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
+from shoestring.profile.python_samples import imports_package, path_of
 from shoestring.profile.recording import Events, MemoryAt, StepTimes, WorkAt
 
 MOST_STEPS, MOST_LOOKS, MOST_EVENTS = 64, 32, 64
@@ -139,7 +139,7 @@ class Happenings:
             seconds, self.collecting = time.perf_counter() - self.collecting, 0.0
             caller = sys._getframe().f_back  # None while Python ends
             where = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else ""
-            if not _importing(caller):
+            if not imports_package(path_of(caller)):
                 self.add("garbage collection", seconds, where)
 
     def compiled(self) -> None:
@@ -159,15 +159,6 @@ class Happenings:
                     self.add(f"recompile: {metrics.recompile_reason}", seconds, where)
                 for reason in metrics.restart_reasons or ():
                     self.add(f"graph break: {reason.partition(chr(10))[0]}", 0.0, where)
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Whether a package is being imported, whose time is in no line."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager

@@ -28,7 +28,16 @@ _IMPORTING = compile("", IMPORTS, "exec").replace(co_qualname="importing package
 Path = list[tuple[CodeType, int]]
 
 
-def _imports_package(path: Path) -> bool:
+def path_of(frame: FrameType | None) -> Path:
+    """A frame and those that called it, the innermost first."""
+    path: Path = []
+    while frame is not None:
+        path.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    return path
+
+
+def imports_package(path: Path) -> bool:
     """Whether a package is being imported: a program's own modules may do their work while they are imported."""
     importing = False
     for code, _ in reversed(path):
@@ -50,11 +59,8 @@ class Samples:
 
     def add(self, frame: FrameType | None) -> None:
         """One more sample, of this frame and those that called it."""
-        path: Path = []
-        while frame is not None:
-            path.append((frame.f_code, frame.f_lineno or 0))
-            frame = frame.f_back
-        if _imports_package(path):
+        path = path_of(frame)
+        if imports_package(path):
             path = [_IMPORTING]
         node = 0
         for code, line in path[: -DEEPEST - 1 : -1]:
