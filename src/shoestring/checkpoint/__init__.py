@@ -91,6 +91,11 @@ class Tiered(Feature):
     slots: int = 3
     """Number of checkpoints that this host's memory has room for. With one more, a checkpoint need not wait until the
     one before has its checksums or its copies; each takes the size of the host's state."""
+    differences: int = 0
+    """Number of the newest steps of which this host's memory keeps what a codec exchanged. After a killed process they
+    are replayed on the newest checkpoint, so that no step is trained again. More of them take more memory (the averaged
+    gradients in the codec's compact form, each), and let checkpoints be further apart: half as many steps at most. With
+    0 none is kept."""
     overlap: bool = True
     """Copy weights and optimizer state during the next forward and backward pass. Set false if anything but the
     optimizer changes them; training then waits for the copy."""
@@ -116,6 +121,10 @@ class Tiered(Feature):
         if any(isinstance(each, Plain) for each in job.features):
             raise ConfigError(f"`{self.name}` and `checkpoint.plain` both save", hint="remove one of the tables")
         self.validate(job.world.hosts)
+        if self.differences:
+            from shoestring.checkpoint.differences.averages import check
+
+            check(job, f"{self.name}.differences")
 
     def validate(self, hosts: int) -> None:
         """Raise ConfigError where a setting is out of its range, or does not do for so many hosts."""
@@ -131,6 +140,15 @@ class Tiered(Feature):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"`{self.name}.{key}` must not be negative, got {getattr(self, key)}")
 
+        most = self.differences // 2
+        if self.differences < 0 or self.differences == 1:
+            said = f"`{self.name}.differences` must be 0, or at least 2 steps, got {self.differences}"
+            raise ConfigError(said)
+        if most and self.memory_every != "auto" and not 1 <= int(self.memory_every) <= most:
+            raise ConfigError(
+                f"`{self.name}.memory_every` is {self.memory_every}, but {self.differences} differences are kept",
+                hint=f'set memory_every = "auto", or at most half as many steps: 1 to {most}',
+            )
         if self.slots < 3 and hosts > 1 and self.peers != "off" and self.peers_every:
             raise ConfigError(
                 f"`{self.name}.slots` must be at least 3 if other hosts keep copies, got {self.slots}",

@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoestring.checkpoint.differences.averages import KeptAverages
+from shoestring.checkpoint.differences.differences import STEPS, Differences
 from shoestring.checkpoint.recovery.resume import forget_all, resume
-from shoestring.checkpoint.tiers.slots import slots_folder
+from shoestring.checkpoint.tiers.slots import Slot, slots_folder
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
@@ -40,7 +42,10 @@ def install(job: Job, settings: Tiered) -> None:
 
     folder = job.world.agree(lambda: slots_folder(settings, job.world))
     checkpointer = Checkpointer(job.kept, job.progress, job.world, settings, folder, stable)
+    job.exits.callback(close, checkpointer)
     job.keep("checkpoint", checkpointer.schedule)
+    if settings.differences:
+        checkpointer.differences = _differences(job, checkpointer)
 
     def capture() -> None:
         if job.done:
@@ -51,8 +56,26 @@ def install(job: Job, settings: Tiered) -> None:
 
     job.at(Phase.WAIT, checkpointer.wait)
     job.at(Phase.CAPTURE, capture)
-    job.exits.callback(close, checkpointer)
     job.restore_with(partial(_restore, checkpointer, job.progress.total))
+
+
+def _differences(job: Job, checkpointer: Checkpointer) -> Differences | None:
+    """What keeps the steps since the newest checkpoint; None on a single rank, which exchanges nothing.
+
+    Raises:
+        ConfigError: on all ranks: steps of this job cannot be replayed.
+    """
+    settings = checkpointer.settings
+    if job.scaler.is_enabled():
+        hint = 'train with precision.autocast.dtype = "bf16"'
+        raise ConfigError(f"`{settings.name}.differences` cannot replay steps that a loss scale may skip", hint=hint)
+    averages = next((each.state for each in job.kept.values() if isinstance(each.state, KeptAverages)), None)
+    if averages is None:
+        return None
+    slot = Slot(checkpointer.folder / f"{STEPS}-{job.world.local_rank}", checkpointer.files)
+    differences = Differences(job, averages, slot, checkpointer.group, settings.differences)
+    job.at(Phase.WAIT, differences.begin_step)
+    return differences
 
 
 def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:

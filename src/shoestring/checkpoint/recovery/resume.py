@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from shoestring.checkpoint.format.history import History
@@ -62,6 +63,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
             checkpointer.claim.known if auto else newest(checkpointer.group, disk if world.local_rank == 0 else None)
         )
         offers = _continued(known, offers, disk, in_one_file)
+    replayed: list[CheckpointId] = []
     while (choice := next(recovery.choices(offers), None)) is not None and choice.checkpoint.step >= in_one_file:
         if attempts.exhausted(choice.checkpoint):
             recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
@@ -71,20 +73,23 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
                 choice, lambda lost: Slot(checkpointer.folder / f"{REBUILT}{lost}", checkpointer.files)
             )
             if wanted is not None:
-                load(checkpointer, wanted, f"step {choice.checkpoint.step} of `{disk}`")
+                source = f"step {choice.checkpoint.step} of `{disk}`"
+                load(checkpointer, wanted, source)
+                if auto and not _ended(choice.offers):
+                    replayed = _replayed(checkpointer, choice.checkpoint, partial(load, checkpointer, wanted, source))
         if wanted is not None:
             on_disk = [offer for offer in choice.offers if offer.level == DISK]
             if auto and not _ended(on_disk):
                 checkpointer.schedule.failed(choice.worst, _since(checkpointer, wanted))
-            _continue_from(checkpointer, choice, others)
-            checkpointer.on_disk = _whole(choice.checkpoint, on_disk)
+            _continue_from(checkpointer, choice, others, replayed)
+            checkpointer.on_disk = not replayed and _whole(choice.checkpoint, on_disk)
             if auto and _ended(choice.offers):  # it may have been killed on the way to the disk, or right after
                 checkpointer.finished = checkpointer.on_disk
                 if not checkpointer.on_disk:
                     checkpointer.finish()
             if not auto:
                 world.agree(lambda: loader.go_back(choice.checkpoint.step) if world.first else None)
-            return choice.checkpoint.step
+            return replayed[-1].step if replayed else choice.checkpoint.step
     if in_one_file:
         return _from_one_file(checkpointer, loader, where, others)
     if recovery.unseen:
@@ -175,9 +180,20 @@ def _whole(checkpoint: CheckpointId, offers: Iterable[Offer]) -> bool:
     return {f"{PRIVATE}-{rank}" for rank in range(checkpoint.ranks)} <= {offer.part for offer in offers}
 
 
-def _continue_from(checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId]) -> None:
+def _replayed(checkpointer: Checkpointer, base: CheckpointId, reload: Callable[[], None]) -> list[CheckpointId]:
+    """Replay the steps after a checkpoint that was loaded, where their differences are left; which they were."""
+    differences, history = checkpointer.differences, checkpointer.claim.known
+    if differences is None or history is None:
+        return []
+    return differences.replay(base, history, reload)
+
+
+def _continue_from(
+    checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId], replayed: Sequence[CheckpointId]
+) -> None:
     forget_peak()  # what was mapped to be read is none of training's
-    checkpointer.begin(choice.checkpoint, others)
+    reached = replayed[-1] if replayed else None
+    checkpointer.begin(choice.checkpoint, {*others, *replayed}, reached)
     if checkpointer.world.local_rank == 0:
         _forget(checkpointer, choice.checkpoint)
 

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
 
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
+DIFFERENCES = "checkpoint differences"
 _ALL = 1e18  # bytes: no host has as many
-_PRIORITIES = {STAGING: Priority.REQUIRED, OWN: Priority.CHECKPOINT, HELD: Priority.PEERS}
+_PRIORITIES = {
+    STAGING: Priority.REQUIRED,
+    OWN: Priority.CHECKPOINT,
+    DIFFERENCES: Priority.CHECKPOINT,
+    HELD: Priority.PEERS,
+}
 
 
 def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> None:

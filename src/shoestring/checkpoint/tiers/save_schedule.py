@@ -40,6 +40,7 @@ class CheckpointSchedule:
             wishes[PEERS] = 0
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
+        self._reach()
         self.rates = Rates()
         self.lost = 0.0
         """Seconds that failures took, over all starts: from a restored checkpoint to where training resumed."""
@@ -105,6 +106,14 @@ class CheckpointSchedule:
             self._observed = step
         wanted = plan(levels, idle)
         self.steps |= {level: wanted.get(level, 0) for level in self.auto if level in seconds}
+        self._reach()
+
+    def _reach(self) -> None:
+        """Save in memory so often that differences lead from there to the newest step; half of them, for a checkpoint
+        takes some steps until it is sealed on all ranks."""
+        if self.settings.differences and MEMORY in self.auto:
+            most = self.settings.differences // 2
+            self.steps[MEMORY] = min(self.steps[MEMORY] or most, most)
 
     def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
         on = [level for level in seconds if self.steps[level] or level in self.auto]

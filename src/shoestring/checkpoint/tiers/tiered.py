@@ -40,6 +40,7 @@ from shoestring.core.world import World
 
 if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
+    from shoestring.checkpoint.differences.differences import Differences
 
 log = logging.getLogger("shoestring")
 
@@ -71,6 +72,8 @@ class Checkpointer:
         self.safe = self.standing.safe
         self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
         self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
+        self.differences: Differences | None = None
+        """Of the steps since the newest checkpoint, where they are kept."""
         self.finished = self._last = False
         self.on_disk = False
         """Whether what was restored, or saved at the end, is on disk, all of it."""
@@ -94,16 +97,29 @@ class Checkpointer:
         self.claim.take(self.group)
         self._claimed = True
 
-    def begin(self, restored: CheckpointId | None = None, others: Collection[CheckpointId] = ()) -> None:
-        """Begin a start of the run that continues a checkpoint, if any, of those that there are; a collective."""
+    def begin(
+        self,
+        restored: CheckpointId | None = None,
+        others: Collection[CheckpointId] = (),
+        reached: CheckpointId | None = None,
+    ) -> None:
+        """Begin a start of the run that continues a checkpoint, if any, of those that there are; a collective.
+
+        Args:
+            reached: the step that it continues after, where steps after the checkpoint have been replayed.
+        """
         if not self._claimed:
             self.take()
-        self.claim.begin(self.group, restored, others)
+        self.claim.begin(self.group, reached or restored, others)
         assert self.claim.history is not None
         self._sealed = self._staged = restored.step if restored else 0
         for slot in self.own:
             slot.resume(self.claim.history)
         self.keeper.begin(self.claim.history, self.own)
+        if self.differences is not None:
+            self.differences.begin()
+        if reached is not None:  # soon there is a checkpoint from which nothing needs to be replayed
+            self.schedule.postpone({MEMORY})
 
     def capture(self, last: bool, loss: Tensor | None = None) -> None:
         """Work for the end of a step: stage where it is due, save everything where it is the last.
@@ -115,6 +131,8 @@ class Checkpointer:
         if self.claim.history is None:
             self.begin()
         self.finished = self._last = False
+        if self.differences is not None:
+            self.differences.record(self._checkpoint(step), loss)
         self.schedule.stepped(began, step, beside=not self.keeper.idle)
         self.keeper.answer_calls()
         if self._fits and self.keeper.idle and (reason := budget.called_back(self.world.memory, budget.OWN)):
@@ -311,6 +329,8 @@ class Checkpointer:
         self.keeper.close(forget=self.finished)
         for slot in self.own if self.finished else ():
             slot.close()
+        if self.differences is not None:
+            self.differences.close(forget=self.finished)
         budget.release(self.world.memory)
         self.group.close()
         self.claim.release()
@@ -324,6 +344,7 @@ class Checkpointer:
             "checkpoint_steps_at_risk": risk,
             "checkpoint_failures": self.schedule.failures,
             "checkpoint_lost": self.schedule.lost,
+            **(self.differences.facts() if self.differences is not None else {}),
             **{f"checkpoint_safe_{level}": step for level, step in self.safe.items()},
         }
 

@@ -109,6 +109,19 @@ class Codec(ABC):
         gradient of any rank is. Later answers in floating point must be equal on all ranks.
         """
 
+    @property
+    def replays(self) -> bool:
+        """Whether an average can be decoded again from the answers of the last stage alone; no state, and
+        `decode_average`."""
+        return False
+
+    def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
+        """Write the average that the answers of the last stage stand for into `grads`, as the end of `code` does.
+
+        Only of codecs that replay. The answers stay as they are; of the context, `rank` does not matter.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot decode an average again")
+
     def get_state(self, kind: str, name: str, like: Tensor) -> Tensor:
         """One parameter's state of one kind; created as fp32 zeros in the shape of `like` where there is none."""
         by_name = self.state.setdefault(kind, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,24 @@ class DenseCodec(Codec):
         self.dtype = dtype
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in grads.values():
-            by_dtype.setdefault(self.dtype or grad.dtype, []).append(grad)
-        answers = yield [Mean(flatten(tensors, dtype)) for dtype, tensors in by_dtype.items()]
-        for flat, tensors in zip(answers, by_dtype.values(), strict=True):
+        answers = yield [Mean(flatten(tensors, dtype)) for dtype, tensors in self._by_dtype(grads).items()]
+        self.decode_average(grads, answers, context)
+
+    @property
+    def replays(self) -> bool:
+        return True
+
+    def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
+        """See `Codec`."""
+        for flat, tensors in zip(answers, self._by_dtype(grads).values(), strict=True):
             unflatten(flat, tensors)
+
+    def _by_dtype(self, grads: Grads) -> dict[torch.dtype, list[Tensor]]:
+        """The gradients by the type that they travel in."""
+        found: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads.values():
+            found.setdefault(self.dtype or grad.dtype, []).append(grad)
+        return found
 
 
 def flatten(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -73,6 +74,17 @@ class ReduceScatterCodec(Codec):
         buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
         everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
         buckets.decode(*everywhere)
+
+    @property
+    def replays(self) -> bool:
+        return not self.feedback
+
+    def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
+        """See `Codec`."""
+        flats = [grad.view(-1) for grad in grads.values() if grad.numel()]
+        if flats:
+            layout = BucketLayout(flats, context.size, self.bucket)
+            self.buckets(layout, flats, [], torch.Generator(layout.device)).decode(*answers)
 
     def buckets(
         self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator

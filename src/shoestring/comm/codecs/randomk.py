@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class RandomKCodec(FlatCodec):
         M = self.flatten(grads)
         if self.feedback:
             M += self.flat_state("residual", grads)
-        indices = self.draw(n, zlib.crc32(repr((self.seed, context.step, *grads)).encode()), M.device)
+        indices = self._draw_for(grads, n, context)
         own = M[indices] if self.feedback else M[indices] * (n / len(indices))
         sent = own.to(self.dtype)
         # A non-finite entry must show at once, even if it is not among those that are sent.
@@ -58,6 +59,23 @@ class RandomKCodec(FlatCodec):
             self.replace_state("residual", grads, M)
         out.zero_()[indices] = average.float()
         self.unflatten(grads, out)
+
+    @property
+    def replays(self) -> bool:
+        return not self.feedback
+
+    def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
+        """See `Codec`."""
+        n = sum(grad.numel() for grad in grads.values())
+        if n:
+            out = self.flatten(grads).zero_()
+            out[self._draw_for(grads, n, context)] = answers[0].float()
+            self.unflatten(grads, out)
+
+    def _draw_for(self, grads: Grads, n: int, context: ExchangeContext) -> Tensor:
+        """The indices of the entries that this exchange of n entries sends."""
+        seed = zlib.crc32(repr((self.seed, context.step, *grads)).encode())
+        return self.draw(n, seed, next(iter(grads.values())).device)
 
     def draw(self, n: int, seed: int, device: torch.device) -> Tensor:
         """Draw distinct indices below n: a random block in each of several equal strata.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from shoestring.comm.exchange.coordinator import Coordinator, join_names
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
 from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
+from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.errors import ConfigError
@@ -51,12 +52,12 @@ def install(job: Job, settings: Exchange) -> None:
         routes, settings.make_budgeted_codec(), sizes, settings.exchanges, job.world.device, scale
     )
     job.exits.callback(coordinator.close)
+    sharded = job.engine in ("fsdp", "zero") or routes[0].inner is not None
+    state = ExchangeState(job, coordinator, job.world.ranks_over([LOCAL]) if sharded else 1, repr(settings))
     if isinstance(job.model, DistributedDataParallel):
         job.exits.callback(HookState(coordinator, job.model, sum(sizes.values()) // settings.exchanges).detach)
     else:
-        _exchange_before_step(job, axes, coordinator, settings.name)
-    sharded = job.engine in ("fsdp", "zero") or routes[0].inner is not None
-    state = _ExchangeState(coordinator, job.world.ranks_over([LOCAL]) if sharded else 1)
+        _exchange_before_step(job, axes, state, settings.name)
     job.keep(settings.name.split(".")[0], state, across="own", merge=state.merge)
     job.at(Phase.CAPTURE, _ExchangeMetrics(job, coordinator, routes[0]).publish)
 
@@ -94,12 +95,12 @@ def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None)
     return job
 
 
-def _exchange_before_step(job: Job, axes: Sequence[str], coordinator: Coordinator, name: str) -> None:
+def _exchange_before_step(job: Job, axes: Sequence[str], state: ExchangeState, name: str) -> None:
     """Exchange before any clipping; nothing else keeps the replicas over these mesh axes equal."""
     broadcast_weights([*job.model.parameters(), *job.model.buffers()], job.world.group(axes))
     job.exchange(axes)
     _skip_together(job)
-    job.at(Phase.CLIP, partial(_exchange, job, dict(job.trained), coordinator, name))
+    job.at(Phase.CLIP, partial(_exchange, job, dict(job.trained), state, name))
 
 
 def _skip_together(job: Job) -> None:
@@ -122,15 +123,18 @@ def _skip_together(job: Job) -> None:
     job.exits.callback(delattr, scaler, "unscale_")
 
 
-def _exchange(job: Job, tensors: Mapping[str, Tensor], coordinator: Coordinator, name: str) -> None:
+def _exchange(job: Job, tensors: Mapping[str, Tensor], state: ExchangeState, name: str) -> None:
     """Exchange the gradients of `tensors`, with zeros for parameters that a rank did not use or has frozen since.
 
-    So all ranks exchange the same parameters. The average for a frozen parameter goes back to the residual.
+    So all ranks exchange the same parameters. The average for a frozen parameter goes back to the residual. A step that
+    is replayed has its averages already.
 
     Raises:
         ConfigError: a parameter is trained now but was not when the exchange was attached, or has been removed.
     """
-    trained = job.trained
+    if state.replaying:
+        return
+    trained, coordinator = job.trained, state.coordinator
     if new := [parameter for parameter in trained if parameter not in tensors]:
         raise ConfigError(
             f"{join_names(new)} was not trained when `{name}` was attached, and is now",
@@ -158,26 +162,6 @@ def _get_gradient(trained: Tensor | None, before: Tensor) -> Tensor:
     if trained.grad is None:
         trained.grad = torch.zeros_like(trained)
     return local_shard(trained.grad)
-
-
-class _ExchangeState:
-    """What survives of an exchange. Where rows are sharded over the ranks of a host, each rank keeps its own rows."""
-
-    def __init__(self, coordinator: Coordinator, locals_: int) -> None:
-        self.coordinator, self.locals = coordinator, locals_
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"locals": self.locals, **self.coordinator.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.coordinator.load_state_dict(state_dict)
-
-    def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        if states[0]["locals"] != self.locals:
-            log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
-            return {"round": states[0]["round"], "codec": {}}
-        alike = states[rank % self.locals :: self.locals]
-        return {"locals": self.locals, **self.coordinator.merge_states(alike)}
 
 
 class _ExchangeMetrics:

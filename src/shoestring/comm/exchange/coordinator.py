@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_mul_
-from shoestring.comm.codecs.codec import Codec, Grads
+from shoestring.comm.codecs.codec import Codec, ExchangeContext, Grads
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
@@ -43,6 +43,8 @@ class Cohort:
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
     averaged: bool = False  # after the exchange: whether the gradients of all ranks were finite
+    keeps: bool = False  # whether the answers of the last stage are kept
+    answers: list[Tensor] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"the exchange of {join_names(self.names)} at step {self.step}"
@@ -88,7 +90,8 @@ class Channel:
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)
-        averaged = self.route.run(self.codec, cohort.grads, cohort.step)
+        keep = partial(setattr, cohort, "answers") if cohort.keeps else None
+        averaged = self.route.run(self.codec, cohort.grads, cohort.step, keep)
         if scale != 1:
             foreach_mul_(grads, scale)
         return averaged
@@ -119,6 +122,7 @@ class Coordinator:
         self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
+        self.keeps = False  # whether what a round's averages are decoded from is kept until the next round
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
         self._running: list[WorkerTask[None]] = []
@@ -141,7 +145,7 @@ class Coordinator:
         parts = {self._part[name] for name in grads}
         once = _call_once_after(len(parts), after)
         for part in parts:
-            cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round))
+            cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round, keeps=self.keeps))
             self._newest[part] = cohort
             cohort.after.append(once)
         for name, grad in grads.items():
@@ -191,6 +195,19 @@ class Coordinator:
         """Put an unused average of this round back into the residual; a non-finite one has not changed the residual."""
         if self._newest[self._part[name]].averaged:
             self.codec.return_to_residual(name, self.channels[0].route.own(average / self.scale()))
+
+    def answers(self) -> list[list[Tensor]] | None:
+        """What the newest round's averages were decoded from, for each cohort; None where one was not finite."""
+        newest = [self._newest[part] for part in range(len(self.cohorts)) if part in self._newest]
+        whole = len(newest) == len(self.cohorts) and all(cohort.averaged for cohort in newest)
+        return [cohort.answers for cohort in newest] if whole else None
+
+    def decode(self, grads: Grads, answers: Sequence[Sequence[Tensor]]) -> None:
+        """Write the averages of a round into `grads`, as its exchange did; the round counts as done."""
+        for names, of_cohort in zip(self.cohorts, answers, strict=True):
+            context = ExchangeContext(0, self.channels[0].route.size, self.round)
+            self.codec.decode_average({name: grads[name] for name in names}, of_cohort, context)
+        self.round += 1
 
     @property
     def sent(self) -> int:

@@ -7,7 +7,7 @@ rows, all-gather over the ranks of a host. Slow links then carry only compressed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +61,10 @@ class Route:
         (mean,) = self.shards.start([Mean(tensor.clone())])()
         return mean * self.shards.size
 
-    def run(self, codec: Codec, grads: Grads, step: int) -> bool:
+    def run(self, codec: Codec, grads: Grads, step: int, keep: Callable[[list[Tensor]], object] | None = None) -> bool:
         """See `Wire.run`."""
         if self.inner is None:
-            return self.outer.run(codec, grads, step, self.sum_over_shards)
+            return self.outer.run(codec, grads, step, self.sum_over_shards, keep)
         with (
             span("reduce-scatter", "wire"),
             naming_failures(f"reduce-scatter between the {self.inner.size} ranks of a host"),

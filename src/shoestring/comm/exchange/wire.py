@@ -83,9 +83,17 @@ class Wire:
         self.close()
 
     def run(
-        self, codec: Codec, grads: Grads, step: int, sum_over_shards: Callable[[Tensor], Tensor] = identity
+        self,
+        codec: Codec,
+        grads: Grads,
+        step: int,
+        sum_over_shards: Callable[[Tensor], Tensor] = identity,
+        keep: Callable[[list[Tensor]], object] | None = None,
     ) -> bool:
         """Run one whole exchange, after which `grads` are the averages over the ranks.
+
+        Args:
+            keep: gets the answers of each stage, of which the last ones are what `Codec.decode_average` takes.
 
         Returns:
             True; or False, with NaN in all `grads`, where a gradient of any rank was not finite.
@@ -103,6 +111,8 @@ class Wire:
                             grad.fill_(torch.nan)
                         return False
                     largest = LATER
+                    if keep is not None:
+                        keep(answers)
                     requests = advance(coding, answers)
         return True
 

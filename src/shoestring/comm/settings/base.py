@@ -61,6 +61,14 @@ class Exchange(Feature):
         """What the reduction costs, in words."""
         return "gradients are approximate; the residual is added later"
 
+    def why_not_replayed(self, job: Job) -> str:
+        """Why steps cannot be replayed from what was exchanged, with what to do; empty where they can."""
+        if self.budget_kb or not self.make_codec().replays:
+            return "it keeps state of its own on each rank; use [comm.quantize] with feedback = false, or [comm.bf16]"
+        if self.torus and min(job.world.ranks_over([axis]) for axis in DATA) > 1:
+            return "set `torus = false`: ranks of one host exchange other rows each"
+        return ""
+
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the codec must have all gradients of a step at once, so that `parts` does not apply."""

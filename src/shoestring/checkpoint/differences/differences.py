@@ -1,0 +1,171 @@
+"""Keeping the difference of each step, and replaying them after a failure: the run continues with the next step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shoestring.checkpoint.differences.difference import Basis, StepContent
+from shoestring.checkpoint.differences.ring import Ring
+from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.format.history import History
+from shoestring.checkpoint.format.manifest import CheckpointId
+from shoestring.checkpoint.tiers import budget
+from shoestring.core.feature import Phase
+from shoestring.core.job import Job
+from shoestring.core.trace import span
+
+if TYPE_CHECKING:
+    from shoestring.checkpoint.differences.averages import KeptAverages
+    from shoestring.checkpoint.tiers.rank_group import RankGroup
+    from shoestring.checkpoint.tiers.slots import Slot
+
+log = logging.getLogger("shoestring")
+
+STEPS = "steps"
+"""Begins the names of files with differences in this host's memory."""
+
+
+class Differences:
+    """One rank's part in it: `begin_step` before the optimizer's step, `record` after it, `replay` at a start.
+
+    A record is whole when `record` returns: whatever ends the process later costs no step.
+
+    Args:
+        slot: names the file in this host's memory.
+        steps: number of steps to keep.
+    """
+
+    def __init__(self, job: Job, averages: KeptAverages, slot: Slot, group: RankGroup, steps: int) -> None:
+        self.job, self.group = job, group
+        self.content, self.ring = StepContent(job, averages), Ring(slot, steps)
+        self.form = f"{crc32(averages.averages_form.encode()):08x} {job.world.size}"
+        self.replayed = 0
+        """Steps that this start did not have to train again."""
+        self.nbytes, self.seconds = 0, 0.0
+        """Of all records of this start, and what they took of the training thread."""
+        self._total = job.progress.total
+        self._basis: Basis | None = None
+        self._lacking = ""
+        averages.keep_averages()
+
+    # -- recording ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Note what the optimizer's step depends on, right before it."""
+        self._basis = self.content.basis()
+
+    def record(self, checkpoint: CheckpointId, loss: Tensor | None) -> None:
+        """Keep the difference of the step just done, which leads to a checkpoint of that name."""
+        began, basis, self._basis = time.perf_counter(), self._basis, None
+        with span("difference", "copy") as marked:
+            described = None if basis is None else self.content.describe(basis)
+            if described is None or self._refused(loss):
+                return
+            header, tensors = described
+            about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
+            marked.nbytes = self.ring.write(about | header, tensors)
+        self._says(self.ring.slot.lacking)
+        self.nbytes += marked.nbytes
+        self.seconds += time.perf_counter() - began
+
+    def _refused(self, loss: Tensor | None) -> bool:
+        """Whether the step must not be continued: an accelerator does steps with a loss that is not finite."""
+        return loss is not None and not math.isfinite(float(loss))
+
+    def _says(self, lacking: str) -> None:
+        if lacking and lacking != self._lacking:
+            log.warning("differences do not outlive this process: %s", lacking)
+        self._lacking = lacking
+
+    # -- replaying ----------------------------------------------------------------------------------------------------
+
+    def replay(self, base: CheckpointId, history: History, reload: Callable[[], None]) -> list[CheckpointId]:
+        """Make the steps again that were done after a checkpoint, which has been loaded; a collective.
+
+        Args:
+            reload: loads the checkpoint once more.
+
+        Returns:
+            The steps that were replayed, by the names that checkpoints of them would have.
+        """
+        began = time.perf_counter()
+        there = self._there(base, history)
+        count = min(self.group.all_gather(len(there)))
+        with span("replay", "compute"):
+            done = self._replayed(there[:count])
+            agreed = min(self.group.all_gather(done))
+            if agreed < count:
+                log.warning(
+                    "step %d, replayed, is not what it was: the run continues after the step before it",
+                    base.step + agreed + 1,
+                )
+                reload()
+                self._replayed(there[:agreed])
+        self.replayed, seconds = agreed, time.perf_counter() - began
+        if agreed and self.job.world.first:
+            log.info("replayed %d steps after step %d in %.2f s", agreed, base.step, seconds)
+        return there[:agreed]
+
+    def _there(self, base: CheckpointId, history: History) -> list[CheckpointId]:
+        """The steps after a checkpoint whose differences this rank has whole, one after the other."""
+        found: list[CheckpointId] = []
+        if not self.ring.open():
+            return found
+        while (read := self.ring.read(base.step + len(found) + 1)) is not None:
+            header, _ = read
+            names = ("step", "start", "uid", "ranks", "local", "run")
+            checkpoint = CheckpointId(**{name: header[name] for name in names})
+            if header["form"] != self.form or checkpoint.run != history.run or not history.holds(checkpoint):
+                break
+            found.append(checkpoint)
+        return found
+
+    def _replayed(self, steps: list[CheckpointId]) -> int:
+        """Replay steps, up to the first that did something else than then; how many did not."""
+        last: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        count = 0
+        with self._no_capture():
+            for checkpoint in steps:
+                read = self.ring.read(checkpoint.step)
+                if read is None or not self.content.step(*read):
+                    break
+                last, count = read, count + 1
+        self.job.progress.total = self._total
+        if last is not None:
+            self.content.finish(*last)
+        return count
+
+    @contextmanager
+    def _no_capture(self) -> Iterator[None]:
+        """Nobody reads the state of a step that is replayed: it was saved, counted and told before."""
+        phases = self.job.phases
+        works, phases[Phase.CAPTURE] = phases[Phase.CAPTURE], []
+        try:
+            yield
+        finally:
+            phases[Phase.CAPTURE] = works
+
+    def begin(self) -> None:
+        """Begin a start of the run, from the state as it is now."""
+        self.content.begin()
+
+    def close(self, *, forget: bool) -> None:
+        """Stop; the ring of a run that ended by itself is removed."""
+        if forget:
+            self.ring.close()
+        self.job.world.memory.give(budget.DIFFERENCES)
+
+    def facts(self) -> dict[str, float]:
+        """For the report: steps replayed at the start, bytes kept, and seconds that it took of the training thread."""
+        return {
+            "checkpoint_replayed": self.replayed,
+            "checkpoint_differences": float(self.nbytes),
+            "checkpoint_differing": self.seconds,
+        }

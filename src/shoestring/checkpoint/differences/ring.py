@@ -1,0 +1,140 @@
+"""The newest few differences of a rank, in its host's shared memory: cells of one size, each overwritten in turn.
+
+A cell says by itself of which step it is, and has a checksum, so a process may end at any moment: what it was writing
+is damaged, and all others are whole. No index, and nothing to delete.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.tiers.slots import Slot
+from shoestring.storage.guarded import open_regular
+
+MAGIC = b"stepdiff"
+_CELL = struct.Struct("<8sIIQ")  # magic, checksum of what follows, bytes of the header, bytes of all that follows
+_FILE = struct.Struct("<8sIIQ")  # magic, checksum of the rest, number of cells, bytes of each
+_PAGE = 4096
+_SPARE = 64 << 10  # bytes by which a cell is larger than the first difference: states that grow a little
+_KEY = "ring"
+_ALIGNED = 64
+_MOST = 1 << 44  # bytes of the largest file that is believed
+
+
+class Ring:
+    """Differences by their steps.
+
+    Args:
+        slot: names the file, and maps it; in memory of this process alone where the host's has no room.
+        cells: number of differences to keep.
+    """
+
+    def __init__(self, slot: Slot, cells: int) -> None:
+        self.slot, self.cells = slot, cells
+        self._size, self._found = 0, cells  # bytes of a cell, and number of cells, as the file has them
+        self._room: Tensor | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.slot.stem.with_name(f"{self.slot.stem.name}.{_KEY}")
+
+    def open(self) -> bool:
+        """Find what an earlier process of the run has left; whether there is anything.
+
+        A number of cells that has changed since then counts once something is written.
+        """
+        try:
+            with open_regular(self.path, private=True) as file:
+                magic, mark, cells, size = _FILE.unpack(file.read(_FILE.size))
+                length = file.seek(0, 2)
+        except (OSError, struct.error):
+            return False
+        described = _FILE.pack(magic, 0, cells, size)
+        if magic != MAGIC or mark != crc32(described) or not _PAGE + cells * size <= length <= _MOST:
+            return False
+        self._size, self._found = size, cells
+        self._room = self.slot.room(f"{_KEY}-0", _PAGE + cells * size)
+        return True
+
+    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The header of a step's difference, and its tensors, in the ring's memory; None if it is not whole."""
+        cell = self._cell(step)
+        if cell is None:
+            return None
+        magic, mark, length, nbytes = _CELL.unpack(cell[: _CELL.size].numpy().tobytes())
+        body = cell[_CELL.size : _CELL.size + nbytes]
+        if magic != MAGIC or not length <= nbytes <= len(cell) - _CELL.size or crc32(body.numpy().data) != mark:
+            return None
+        header = json.loads(body[:length].numpy().tobytes())
+        if header["step"] != step:
+            return None
+        places = header.pop("places")
+        return header, {
+            name: body[start:stop].view(getattr(torch, dtype)).view(shape)
+            for name, (start, stop, dtype, shape) in places.items()
+        }
+
+    def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+        """Put a difference in the place of the oldest one; its bytes.
+
+        Args:
+            header: JSON; its `step` is the difference's.
+        """
+        places, end = {}, 0
+        for name, tensor in tensors.items():
+            start = -(-end // _ALIGNED) * _ALIGNED
+            end = start + tensor.nbytes
+            places[name] = [start, end, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        # The header comes first, and says where tensors lie: it is as long as it would be with the largest of numbers.
+        length = len(json.dumps({**header, "places": places})) + 24 * len(places)
+        first = -(-(_CELL.size + length) // _ALIGNED) * _ALIGNED - _CELL.size
+        for place in places.values():
+            place[:2] = place[0] + first, place[1] + first
+        text = json.dumps({**header, "places": places}).encode().ljust(first)
+        nbytes = first + end
+        self._lay_out(_CELL.size + nbytes)
+        cell = self._cell(header["step"])
+        assert cell is not None
+        cell[: _CELL.size] = 0
+        body = cell[_CELL.size : _CELL.size + nbytes]
+        body[:first] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            start, stop, *_ = places[name]
+            body[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        mark = _CELL.pack(MAGIC, crc32(body.numpy().data), first, nbytes)
+        cell[: _CELL.size] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        return nbytes
+
+    def _cell(self, step: int) -> Tensor | None:
+        if self._room is None:
+            return None
+        start = _PAGE + step % self._found * self._size
+        return self._room[start : start + self._size]
+
+    def _lay_out(self, nbytes: int) -> None:
+        """Make cells of at least so many bytes; what was in smaller ones, or in another number of them, is gone."""
+        if self._room is not None and nbytes <= self._size and self._found == self.cells:
+            return
+        self._size, self._found = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
+        self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
+        self._room[:_PAGE] = 0
+        for step in range(self.cells):
+            cell = self._cell(step)
+            assert cell is not None
+            cell[: _CELL.size] = 0
+        described = _FILE.pack(MAGIC, 0, self.cells, self._size)
+        described = _FILE.pack(MAGIC, crc32(described), self.cells, self._size)
+        self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Remove it."""
+        self._room = None
+        self.slot.close()
