@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.job import Job
 from shoestring.core.world import World
-from shoestring.optim import Clip
+from shoestring.optim import Clip, Muon
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
@@ -47,16 +48,18 @@ def four() -> Iterator[Pool]:
     ([DiLoCo(every=3)], 1),
     ([DiLoCo(every=3)], 2),
     ([Clip(max_norm=torch.inf), DiLoCo(every=3, nesterov=False, outer_lr=0.3)], 1),
+    ([DiLoCo(every=2, final_every=5)], 1),
 ])  # fmt: skip
 def test_diloco_equals_one_written_by_hand(pool: Pool, features: list[Any], micro: int) -> None:
     settings = features[-1]
+    merges = (2, 4, 7, 8) if settings.final_every else (3, 6, 8)  # the last step merges too
     results = train(pool, *features, steps=8, micro=micro)
     replicas = Replicas(2)
     common = copied(replicas)
     outer = torch.optim.SGD(common.values(), lr=settings.outer_lr, momentum=0.9, nesterov=settings.nesterov)
     for number in range(8):
         replicas.step(number)
-        if number + 1 in (3, 6, 8):  # the last step merges too
+        if number + 1 in merges:
             outer_step(replicas, common, outer)
         for rank, result in enumerate(results):
             assert apart(result["weights"][number], replicas.flat(rank)) < 1e-12
@@ -136,6 +139,8 @@ MERGES = [
     DiLoCo(every=3, codec="8bit"),
     DiLoCo(every=3, codec="4bit"),
     SparseLoCo(every=3, k=8),
+    DiLoCo(every=3, codec="powersgd(rank=2)"),
+    LocalSGD(every=3, codec="sign"),
 ]
 
 
@@ -154,11 +159,48 @@ def test_the_outer_copy_is_always_equal(pool: Pool) -> None:
     assert len(set(one)) == 6  # the first one, after the merges of steps 3, 5, 7, 9 and after the last
 
 
-def test_steps_at_the_start_are_averaged(pool: Pool) -> None:
-    one, other = train(pool, DiLoCo(every=4, start=2), steps=5)
+def test_gradients_of_the_first_steps_are_averaged_before_they_are_clipped(pool: Pool) -> None:
+    clip = Clip(max_norm=0.05)  # far below their norm: the steps of replicas that clip for themselves differ
+    one, other = train(pool, clip, DiLoCo(every=2, start=3), steps=6)
     equal = [a == b for a, b in zip(one["digests"], other["digests"], strict=True)]
-    assert equal == [True, True, False, True, True]
-    assert apart(one["weights"][1], train(pool, DDP(), steps=2)[0]["weights"][1]) < 1e-12
+    assert equal == [True, True, True, True, False, True]
+    assert apart(one["weights"][2], train(pool, clip, DDP(), steps=3)[0]["weights"][2]) < 1e-12
+    assert apart(one["weights"][2], train(pool, clip, LocalSGD(every=1), steps=3)[0]["weights"][2]) > 1e-6
+
+
+def test_muon_steps_inside_of_replicas(pool: Pool) -> None:
+    muon = Muon(lr=0.02)
+    one, other = train(pool, muon, DiLoCo(every=2, start=3), steps=6)
+    assert apart(one["weights"][2], train(pool, muon, DDP(), steps=3)[0]["weights"][2]) < 1e-12
+    assert [a == b for a, b in zip(one["digests"], other["digests"], strict=True)] == [True] * 4 + [False, True]
+
+
+def test_a_run_that_ends_at_the_start_sends_gradients_only(pool: Pool) -> None:
+    one, other = train(pool, DiLoCo(every=2, start=9, codec="4bit"), steps=4, model="normed", precise=False)
+    sent = [number["wire_mb"] for number in one["numbers"]]
+    assert one["digests"][-1] == other["digests"][-1] and one["digests"][0] != other["digests"][0]  # running averages
+    assert sent[3] == pytest.approx(sent[2], rel=0.05)
+    assert max(sent) < 0.4 * 4e-6 * len(one["weights"][0])
+    assert one["tokens"] == other["tokens"] == 4 * jobs.BATCH * jobs.SEQUENCE
+
+
+def test_what_ddp_has_trained_is_where_local_steps_begin(pool: Pool, tmp_path: Path) -> None:
+    dense = train(pool, Plain(every=1, keep=9), DDP(), steps=4, folder=str(tmp_path))[0]["weights"]
+    arguments: dict[str, Any] = {"folder": str(tmp_path / "rest"), "resume": merging.saves(str(tmp_path))[2]}
+    feature = DiLoCo(every=1, outer_momentum=0.0)
+    for result, _ in (
+        train(pool, Plain(every=9), feature, steps=4, **arguments),
+        train(pool, replace(feature, start=3), steps=4),
+    ):
+        before, after = torch.tensor(dense[2:], dtype=torch.float64)
+        assert apart(result["weights"][-1], torch.lerp(before, after, feature.outer_lr).tolist()) < 1e-12
+
+
+def test_a_larger_start_averages_weights_that_differ_already(pool: Pool, tmp_path: Path) -> None:
+    train(pool, Plain(every=1), DiLoCo(every=4), steps=2, folder=str(tmp_path))
+    arguments: dict[str, Any] = {"folder": str(tmp_path / "rest"), "resume": merging.saves(str(tmp_path))[0]}
+    one, other = train(pool, Plain(every=9), DiLoCo(every=4, start=4), steps=5, **arguments)
+    assert [a == b for a, b in zip(one["digests"], other["digests"], strict=True)] == [True, True, True, True]
 
 
 def test_replicas_begin_with_the_first_ones_weights(pool: Pool) -> None:
@@ -198,8 +240,20 @@ def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
 RESUMED = [
     DiLoCo(every=3),
     DiLoCo(every=4, fragments=2, delay=2, codec="4bit"),
-    SparseLoCo(every=4, k=8, fragments=2, delay=1, outer_momentum=0.5),
+    SparseLoCo(every=2, final_every=4, start=5, k=8, fragments=2, delay=1, outer_momentum=0.5),
 ]
+
+
+@pytest.mark.slow
+def test_a_run_of_muon_in_replicas_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    features = Muon(lr=0.02), DiLoCo(every=2, final_every=4, start=2, codec="4bit")
+    arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path)}
+    through = train(pool, Plain(every=1, keep=9), *features, **arguments)
+    for path in merging.saves(str(tmp_path))[:6]:
+        arguments["folder"] = str(tmp_path / "again")
+        rest = train(pool, Plain(), *features, resume=path, **arguments)
+        for one, other in zip(rest, through, strict=True):
+            assert one["digests"] == other["digests"][-len(one["digests"]) :]
 
 
 @pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
@@ -299,6 +353,9 @@ def test_one_host_ends_all_and_one_vote_stops_all(four: Pool) -> None:
 
 @pytest.mark.parametrize(("features", "kind", "said"), [
     ([DiLoCo(every=0)], ConfigError, "`comm.diloco.every` must be at least 1"),
+    ([DiLoCo(every=9, final_every=8)], ConfigError, r"`comm.diloco.final_every` must be 0 or at least `every` \(9\)"),
+    ([DiLoCo(codec="5bit")], ConfigError, "`comm.diloco.codec`: cannot read '5bit'"),
+    ([DiLoCo(codec="dgc")], ConfigError, "`comm.diloco.codec`: there is no codec `dgc`"),
     ([DiLoCo(every=4, delay=4)], ConfigError, r"`comm.diloco.delay` must lie between 0 and `every` - 1 \(3\), got 4"),
     ([DiLoCo(every=4, fragments=5)], ConfigError, "`comm.diloco.fragments` must lie between 1 and `every`"),
     ([DiLoCo(fragments=9)], ConfigError, "`comm.diloco.fragments` must be at most 5, the groups"),

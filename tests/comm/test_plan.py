@@ -28,7 +28,7 @@ from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.powersgd import PowerSGDCodec
 from shoestring.comm.exchange.coordinator import deal_cohorts
 from shoestring.comm.selection.selective import SelectiveCodec
-from shoestring.comm.settings.auto import parse_call, parse_exchange
+from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.trace import Trace

@@ -37,11 +37,11 @@ class Fragment:
     """Parameters that are merged together, and the outer optimizer's copy of this rank's shard of them.
 
     Args:
-        phase: the fragment is exchanged after every step n with n = phase modulo `every`.
+        momentum: whether the outer optimizer has a velocity.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], phase: int, momentum: bool) -> None:
-        self.parameters, self.phase = parameters, phase
+    def __init__(self, parameters: dict[str, nn.Parameter], momentum: bool) -> None:
+        self.parameters = parameters
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
         self.anchor = flatten(self.weights, self.dtype)  # theta_old
         self.velocity = torch.zeros_like(self.anchor) if momentum else None
@@ -55,6 +55,26 @@ class Fragment:
         """The pseudo-gradient Delta = theta_old - theta, as one flat tensor."""
         flat = flatten(self.weights, self.dtype)
         return torch.sub(self.anchor, flat, out=flat)
+
+    def rebase(self) -> None:
+        """Let the outer optimizer continue from the replica's weights, which must be equal on all replicas."""
+        foreach_copy_(split_like(self.anchor, self.weights), self.weights)
+
+    def gradient(self) -> Tensor:
+        """The gradients as one flat tensor, with zeros where there are none."""
+        flat = torch.zeros_like(self.anchor)
+        for part, parameter in zip(split_like(flat, self.weights), self.parameters.values(), strict=True):
+            if parameter.grad is not None:
+                part.copy_(local_shard(parameter.grad))
+        return flat
+
+    def set_gradient(self, flat: Tensor) -> None:
+        """The inverse of `gradient`; parameters that are frozen by now get none."""
+        for part, parameter in zip(split_like(flat, self.weights), self.parameters.values(), strict=True):
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local_shard(parameter.grad).copy_(part)
 
     def step_outer(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
         """Make one step of the outer optimizer, SGD as in torch; overwrites `mean`."""

@@ -2,6 +2,8 @@
 
 After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
 pseudo-gradients as a gradient of theta_old, and all replicas continue from the result (DiLoCo, arXiv 2311.08105).
+In the first `start` steps gradients are averaged instead, which is worth more while the loss falls fast (post-local
+SGD, Lin et al., arXiv 1808.07217): weights and optimizer state stay equal without being exchanged.
 Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and overlaps each exchange with
 training: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new.
 """
@@ -27,6 +29,7 @@ from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import Fragment, assign_fragments
+from shoestring.comm.local.schedule import MergeSchedule
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS
 from shoestring.core.job import Job
@@ -106,14 +109,14 @@ class OuterOptimizer:
         self.sharded = job.engine == "fsdp" and settings.replica == "host"
         self.channel = ReplicaChannel(job, self.sharded)
         self.codec, self.dense = settings.make_codec(), DenseCodec()
+        self.gradient_codec = settings.make_gradient_codec()
+        self.schedule = MergeSchedule(settings.every, settings.final_every, settings.fragments)
+        self.equal = True  # whether weights and optimizer state are equal on all replicas, as they are when attached
         parameters = dict(job.module.named_parameters())
         groups = assign_fragments(job.module, settings.fragments, settings.layout)
         momentum = settings.outer[1] > 0
         with torch.no_grad():
-            self.fragments = [
-                Fragment({name: parameters[name] for name in names}, settings.every * (i + 1) // len(groups), momentum)
-                for i, names in enumerate(groups)
-            ]
+            self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
         persistent = job.module.state_dict(keep_vars=True)
         self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
         self.pending: list[PendingMerge] = []
@@ -131,16 +134,53 @@ class OuterOptimizer:
         if self.error is None:
             self.error, self.failed = error, self.job.progress.step + 1
 
+    @property
+    def starting(self) -> bool:
+        """Whether the next step is one of the first `start` ones."""
+        return self.job.progress.position < self.settings.start
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Work for Phase.CLIP: average the gradients of the first steps.
+
+        A run that resumes with a larger `start` has replicas that differ already, and averages their weights instead.
+        """
+        if not self.equal:
+            return
+        for fragment in self.fragments:
+            fragment.rebase()
+        if self.starting and self.channel.status_wire.size > 1:
+            self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        self.asked |= self.job.stopping
+        flats = [fragment.gradient() for fragment in self.fragments]
+        grads: Grads = {}
+        for fragment, flat in zip(self.fragments, flats, strict=True):
+            grads |= fragment.split_named(flat)
+        row = self._status_row(flats)
+        status = self.channel.send([(self.gradient_codec, grads)], row, self.job.progress.step + 1)
+        with self.metrics.exposed():
+            self._check_status(status.result(), "gradients")
+        for fragment, flat in zip(self.fragments, flats, strict=True):
+            fragment.set_gradient(flat)
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Work for Phase.OUTER."""
-        step, settings = self.job.progress.step + 1, self.settings
+        progress, settings = self.job.progress, self.settings
+        step = progress.step + 1
         self.asked |= self.job.stopping
         late = self._finish([merge for merge in self.pending if merge.due <= step])
         merged: list[int] = []
-        merges_all = self.job.progress.last or step <= settings.start
-        due = [i for i, fragment in enumerate(self.fragments) if (step - fragment.phase) % settings.every == 0]
-        if due and not merges_all and not self.agreed:
+        self.equal &= self.starting
+        if not self.equal:
+            self.gradient_codec.state.clear()
+        merges_all = progress.last or (self.starting and not self.equal)
+        due = self.schedule.due(progress.position, progress.position + progress.gain, progress.total)
+        # Only where the end of the run has moved may a fragment be due that is still on the wire.
+        due = [i for i in due if all(i not in merge.fragments for merge in self.pending)]
+        if due and not (merges_all or self.agreed or self.equal):
             self._send(due, step, step + settings.delay)
             if not settings.delay:
                 merged = self._finish(self.pending)
@@ -152,14 +192,20 @@ class OuterOptimizer:
     def _merge_all(self, step: int, late: Sequence[int], merged: Sequence[int]) -> None:
         """Merge all steps since the last exchange of each fragment, so that replicas are equal and no step is lost.
 
+        Where they are equal anyway, only buffers are averaged.
+
         Args:
             late: fragments whose outer step was made at this step, from an exchange that began earlier. The steps since
                 then are averaged plainly, because the outer optimizer's velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]
+        if self.equal:
+            self._send([], step, step)
+            self._finish(self.pending)
+            return
         rest = [i for i in range(len(self.fragments)) if i not in late and i not in merged]
-        for fragments, plain in ((rest, step <= self.settings.start), (late, True)):
+        for fragments, plain in ((rest, self.starting), (late, True)):
             if fragments:
                 self._send(fragments, step, step, plain=plain)
         self._finish(self.pending)
@@ -167,8 +213,9 @@ class OuterOptimizer:
             fragment.adopt()
 
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False) -> None:
+        """Send the pseudo-gradients of fragments; the buffers go with the first fragment, or alone."""
         means = [self.fragments[i].pseudo_gradient() for i in fragments]
-        buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments else []
+        buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments or not fragments else []
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].split_named(mean)
@@ -176,12 +223,13 @@ class OuterOptimizer:
         status = self.channel.send(loads, self._status_row(means), step)
         self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status))
 
-    def _status_row(self, means: Sequence[Tensor]) -> Tensor:
+    def _status_row(self, sent: Sequence[Tensor]) -> Tensor:
         """This rank's status row; it is not read here, so that an accelerator is not waited for."""
         tokens = self.job.progress.tokens
         status = [self.asked, self.failed, 0, tokens - self.reported_tokens]
-        row = torch.tensor(status, dtype=torch.float64, device=means[0].device)
-        row[BROKEN] = (~torch.stack([mean.isfinite().all() for mean in means]).all()).double()
+        row = torch.tensor(status, dtype=torch.float64, device=self.job.world.device)
+        if sent:
+            row[BROKEN] = (~torch.stack([tensor.isfinite().all() for tensor in sent]).all()).double()
         self.reported_tokens = tokens
         return row
 
@@ -190,7 +238,7 @@ class OuterOptimizer:
         merged: list[int] = []
         for merge in list(pending):
             with self.metrics.exposed():
-                self._check_status(merge.status.result())
+                self._check_status(merge.status.result(), "weights")
             self.pending.remove(merge)
             outer = (1.0, 0.0, False) if merge.plain else self.settings.outer
             with span("outer", "compute"):
@@ -202,8 +250,8 @@ class OuterOptimizer:
             merged += merge.fragments
         return merged
 
-    def _check_status(self, rows: Tensor) -> None:
-        """Check all ranks' rows, and note votes to stop and the others' progress.
+    def _check_status(self, rows: Tensor, what: str) -> None:
+        """Check all ranks' rows, and note votes to stop and the others' progress; `what` was exchanged with them.
 
         Raises:
             NonFiniteError: a replica has failed. All ranks raise; the one whose loss failed raises its own error.
@@ -214,7 +262,7 @@ class OuterOptimizer:
             if row[FAILED]:
                 raise NonFiniteError(f"rank {rank} had no finite loss at step {row[FAILED]:.0f}", hint=LOWER)
             if row[BROKEN]:
-                raise NonFiniteError(f"the weights of rank {rank} are not finite", hint=LOWER)
+                raise NonFiniteError(f"the {what} of rank {rank} are not finite", hint=LOWER)
         self.agreed |= bool(rows[:, ASKED].any())
         world = self.job.world
         share = world.ranks_over(self.settings.over) / world.ranks_over(DATA)

@@ -27,6 +27,7 @@ def install(job: Job, settings: LocalSteps) -> None:
     outer = OuterOptimizer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
+    job.phases[Phase.CLIP].insert(0, outer.before_step)  # as under DDP, all other work sees the average
     if job.world.ranks_over(settings.over) > 1:
         job.refuse_with(outer.refuse)
     keep_state(job, outer)
@@ -80,7 +81,8 @@ class SharedState:
         anchors = [fragment.to_saved(fragment.anchor) for fragment in fragments]
         velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
         flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
-        return {"anchor": _join(anchors), "velocity": _join(velocities), "flights": flights}
+        joined = {"anchor": _join(anchors), "velocity": _join(velocities)}
+        return {**joined, "flights": flights, "equal": self.outer.equal}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,6 +91,7 @@ class SharedState:
             if fragment.velocity is not None and state_dict["velocity"]:
                 fragment.load(fragment.velocity, state_dict["velocity"])
         self.outer.pending = [self._restore(saved) for saved in state_dict["flights"]]
+        self.outer.equal = bool(state_dict.get("equal"))  # earlier versions exchanged no gradients
 
     def _save(self, merge: PendingMerge) -> dict[str, Any]:
         means = zip(merge.fragments, merge.means, strict=True)
@@ -118,7 +121,7 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class RankState:
-    """State of one rank: its codec's residual, and the number of target tokens that it has reported."""
+    """State of one rank: its codecs' residuals, and the number of target tokens that it has reported."""
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
@@ -128,18 +131,22 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         for merge in self.outer.pending:
             merge.status.result()  # the codec changes its state until then
-        return {"locals": self.locals, "told": self.outer.reported_tokens, "codec": self.outer.codec.state_dict()}
+        codecs = {"codec": self.outer.codec.state_dict(), "gradients": self.outer.gradient_codec.state_dict()}
+        return {"locals": self.locals, "told": self.outer.reported_tokens, **codecs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         told = state_dict["told"]
         self.outer.reported_tokens = self.outer.job.progress.tokens if told is None else told
         self.outer.codec.load_state_dict(state_dict["codec"])
+        self.outer.gradient_codec.load_state_dict(state_dict.get("gradients", {}))
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Merge the residuals of ranks that hold the same rows; they are lost if hosts had another number of ranks."""
-        merged = {"locals": self.locals, "told": None, "codec": {}}
+        merged = {"locals": self.locals, "told": None, "codec": {}, "gradients": {}}
         if states[0]["locals"] != self.locals:
             log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
             return merged
-        alike = [state["codec"] for state in states[rank % self.locals :: self.locals]]
-        return merged | {"codec": self.outer.codec.merge_states(alike)}
+        alike = states[rank % self.locals :: self.locals]
+        for name, codec in (("codec", self.outer.codec), ("gradients", self.outer.gradient_codec)):
+            merged[name] = codec.merge_states([state.get(name, {}) for state in alike])
+        return merged

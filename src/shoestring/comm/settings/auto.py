@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoestring.comm.settings import per_step
+from shoestring.comm.settings.calls import parse_exchange
 from shoestring.comm.settings.per_step import Dense, Exchange
-from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
@@ -109,40 +108,3 @@ class Selective(Exchange):
     @property
     def cost(self) -> str:
         return f"{parse_exchange(self.codec).cost} (but {len(self.uncompressed)} parameters are not compressed)"
-
-
-def parse_exchange(call: str) -> Exchange:
-    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)".
-
-    Raises:
-        ConfigError: there is no such codec or setting.
-    """
-    name, settings = parse_call(call)
-    features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
-    # A codec that builds its optimizer cannot be chosen at the first step.
-    codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
-    if name not in codecs:
-        raise ConfigError(f"`comm.auto.allow`: there is no codec `{name}`", hint=nearest(name, codecs))
-    common = {field.name for field in fields(Exchange)}
-    known = [field.name for field in fields(codecs[name]) if field.name not in common]
-    for key in settings:
-        if key not in known:
-            raise ConfigError(f"`comm.auto.allow`: `{name}` has no setting `{key}` here", hint=nearest(key, known))
-    return codecs[name](**settings)
-
-
-def parse_call(call: str) -> tuple[str, dict[str, object]]:
-    """Read "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
-
-    Raises:
-        ConfigError: it is neither a name nor a call with literals.
-    """
-    try:
-        tree = ast.parse(call.strip(), mode="eval").body
-        if isinstance(tree, ast.Name):
-            return tree.id, {}
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-            return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
-    except (SyntaxError, ValueError):
-        pass
-    raise ConfigError(f"`comm.auto.allow`: cannot read {call!r}", hint='write "bf16" or "powersgd(rank=4)"')

@@ -6,16 +6,26 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
     from shoestring.comm.codecs.codec import Codec
+    from shoestring.comm.settings.per_step import Exchange
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
 
 __all__ = ["DiLoCo", "LocalSGD", "LocalSteps", "SparseLoCo"]
+
+PLAIN = {
+    "fp32": "dense",
+    "bf16": "bf16",
+    "8bit": "quantize(bits=8, rounding='nearest', feedback=True)",
+    "4bit": "quantize(bits=4, rounding='nearest', feedback=True)",
+}
+"""Short names of encodings of every entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +39,13 @@ class LocalSteps(Feature):
     every: int = 100
     """Number of steps that each replica trains on its own between two merges of the same weights. A larger value sends
     less, and lets the replicas drift further apart."""
+    final_every: int = 0
+    """Number of steps between two merges at the end of the run, to which it grows linearly from `every`; 0 keeps
+    `every`. A larger value sends less while the loss falls slowly, and lets the replicas drift further apart then. In a
+    run without a known end the number stays `every`."""
     start: int = 0
-    """Number of steps at the beginning after each of which the replicas are averaged (post-local SGD)."""
+    """Number of steps at the beginning that average gradients, as DDP does, and not weights (post-local SGD). More of
+    these steps learn more while the loss falls fast, and each of them sends as much as a merge."""
     fragments: int = 1
     """Number of groups of layers that are merged one after the other (streaming). More groups spread the bytes more
     evenly over time."""
@@ -51,6 +66,12 @@ class LocalSteps(Feature):
     @abstractmethod
     def make_codec(self) -> Codec:
         """Make a new codec for the exchanges between replicas."""
+
+    def make_gradient_codec(self) -> Codec:
+        """Make a new codec for the gradients of the first `start` steps: 4 bits, which lose next to nothing."""
+        from shoestring.comm.codecs.quantize import QuantizeCodec
+
+        return QuantizeCodec(4, rounding="nearest", feedback=True)
 
     @property
     def outer(self) -> tuple[float, float, bool]:
@@ -101,6 +122,8 @@ class LocalSteps(Feature):
                 raise ConfigError(f"`{self.name}.{name}` must {what}, got {getattr(self, name)}")
 
         require("every", self.every >= 1, "be at least 1")
+        longer = f"be 0 or at least `every` ({self.every})"
+        require("final_every", self.final_every == 0 or self.final_every >= self.every, longer)
         require("start", self.start >= 0, "not be negative")
         require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
         require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
@@ -125,9 +148,12 @@ class LocalSteps(Feature):
 
     def explain(self, job: Job) -> str:
         replicas = job.world.ranks_over(self.over)
+        starting = f", gradients averaged in the first {self.start} steps" if self.start else ""
+        growing = f" to {self.final_every}" if self.final_every > self.every else ""
         streamed = f", in {self.fragments} fragments" if self.fragments > 1 else ""
         overlapped = f", {self.delay} steps after they were sent" if self.delay else ""
-        return f"{replicas} replica{'s' * (replicas > 1)}, merged every {self.every} steps{streamed}{overlapped}"
+        merged = f"merged every {self.every}{growing} steps{streamed}{overlapped}{starting}"
+        return f"{replicas} replica{'s' * (replicas > 1)}, {merged}"
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts = trace.facts
@@ -149,27 +175,29 @@ class LocalSteps(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(LocalSteps):
-    """Local steps whose exchanges are dense or quantised."""
+    """Local steps whose exchanges are encoded by any codec."""
 
-    codec: Literal["fp32", "bf16", "8bit", "4bit"] = "fp32"
-    """Encoding of what replicas send each other. Fewer bits send less; with 8 and 4 bits the rounding error is added to
-    the next exchange (error feedback)."""
+    codec: str = "fp32"
+    """Encoding of what replicas send each other: "fp32", "bf16", "8bit", "4bit", or a codec of exchanges at every step,
+    written as a call: "powersgd(rank=4)", "sign". Fewer bits send less; what 8 and 4 bits, signs, low rank and sparse
+    entries lose is added to the next exchange (error feedback)."""
 
     @property
     def leaves_one_replica_alone(self) -> bool:
         return self.codec == "fp32" and self.outer[:2] == (1.0, 0.0)
 
+    def check(self, job: Job) -> None:
+        super().check(job)
+        self._find_codec().check(job)
+
     def make_codec(self) -> Codec:
-        import torch
+        return self._find_codec().make_codec()
 
-        if self.codec in ("8bit", "4bit"):
-            from shoestring.comm.codecs.quantize import QuantizeCodec
+    def make_gradient_codec(self) -> Codec:
+        return self.make_codec() if self.codec in PLAIN else super().make_gradient_codec()
 
-            return QuantizeCodec(8 if self.codec == "8bit" else 4, rounding="nearest", feedback=True)
-
-        from shoestring.comm.codecs.dense import DenseCodec
-
-        return DenseCodec(torch.bfloat16 if self.codec == "bf16" else None)
+    def _find_codec(self) -> Exchange:
+        return parse_exchange(PLAIN.get(self.codec, self.codec), f"{self.name}.codec")
 
 
 @dataclass(frozen=True, kw_only=True)

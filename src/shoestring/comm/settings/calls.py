@@ -1,0 +1,48 @@
+"""Exchanges written as calls in a run file: "powersgd(rank=4)"."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+
+from shoestring.comm.settings import per_step
+from shoestring.comm.settings.per_step import Exchange
+from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.feature import Seam
+
+
+def parse_exchange(call: str, where: str = "comm.auto.allow") -> Exchange:
+    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)"; `where` is for messages.
+
+    Raises:
+        ConfigError: there is no such codec or setting.
+    """
+    name, settings = parse_call(call, where)
+    features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
+    # A codec that builds its optimizer cannot be chosen at the first step.
+    codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
+    if name not in codecs:
+        raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, codecs))
+    common = {field.name for field in fields(Exchange)}
+    known = [field.name for field in fields(codecs[name]) if field.name not in common]
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"`{where}`: `{name}` has no setting `{key}` here", hint=nearest(key, known))
+    return codecs[name](**settings)
+
+
+def parse_call(call: str, where: str = "comm.auto.allow") -> tuple[str, dict[str, object]]:
+    """Read "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
+
+    Raises:
+        ConfigError: it is neither a name nor a call with literals.
+    """
+    try:
+        tree = ast.parse(call.strip(), mode="eval").body
+        if isinstance(tree, ast.Name):
+            return tree.id, {}
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
+            return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ConfigError(f"`{where}`: cannot read {call!r}", hint='write "bf16" or "powersgd(rank=4)"')
