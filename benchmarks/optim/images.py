@@ -3,7 +3,7 @@
 The target is fixed first: the mean, less one standard deviation, of what tuned SGD with Nesterov momentum reaches with
 batches of 256. A batch four times as large usually has half as many steps, so runs have as many samples as they may
 need. A method has eight trials at each batch, on a seed of their own: learning rates around the best one of the batch
-before (at the smallest of them, those of batches of 256 scaled up), on a grid that grows until the best is inside it,
+before (up to 1,024, those of batches of 256 scaled up), on a grid that grows until the best is inside it,
 then longer runs until one gets there, and finer rates and shorter runs where one does. What counts is the first
 evaluation at or above the target, of fresh seeds; one that does not get there begins again with a longer run. AdaScale
 has no trials, and no second try: it takes the setting of the small batch.
@@ -39,7 +39,7 @@ from shoestring.models.images import small, smoothed
 from shoestring.optim import LAMB, LARS, SGD, AdamW, AdaScale, Schedule
 
 BATCH = 256
-BATCHES = (1024, 4096, 8192, 16384)
+BATCHES = (256, 1024, 4096, 16384)
 SEEDS, TARGET_SEEDS, TUNING_SEED = (7, 8, 9), (16, 17, 18, 19, 20), 101
 SAMPLES = 60_000
 EPOCHS = 2.0
@@ -47,7 +47,7 @@ EPOCHS = 2.0
 LENGTHS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 """Of other runs with the same batch, over the usual."""
 WIDTHS, STRIDE = (16, 32), 4
-"""Of the network, small so that 245 runs are a matter of hours."""
+"""Of the network, small so that 250 runs are a matter of hours."""
 TRIALS = 8
 SIGNIFICANT = 0.01
 LOOKS = 24
@@ -73,6 +73,11 @@ METHODS: Mapping[str, tuple[Build, Sequence[float], float]] = {
 def _lars(lr: float, scale: float, clip: Any) -> LARS:
     vector_lr = 0.1 * min(scale, 8)
     return LARS(lr=lr, vector_lr=vector_lr, trust=0.01, weight_decay=5e-4, nesterov=True, clip=clip, anneal=10)
+
+
+def methods(batch: int) -> list[str]:
+    """Names of those that are compared at a batch; at the small one AdaScale would be Nesterov."""
+    return [*METHODS, *(["adascale"] if batch > BATCH else [])]
 
 
 def steps_of(batch: int, length: float) -> int:
@@ -192,13 +197,12 @@ class Contest:
         return min(trials, key=trials.__getitem__)
 
     def first_rates(self, method: str, batch: int) -> list[float]:
-        """Around the best rate of the batch before; at the smallest one, those of the small batch scaled up."""
-        index = BATCHES.index(batch)
-        if index:
-            before = self.tuned(method, BATCHES[index - 1])[0]
-            return [before / 2, before, before * 2]
-        _, rates, power = METHODS[method]
-        return [rate * (batch / BATCH) ** power for rate in rates]
+        """Around the best rate of the batch before; up to 1,024, those of the small batch scaled up."""
+        if batch <= 1024:
+            _, rates, power = METHODS[method]
+            return [rate * (batch / BATCH) ** power for rate in rates]
+        before = self.tuned(method, BATCHES[BATCHES.index(batch) - 1])[0]
+        return [before / 2, before, before * 2]
 
     def fresh(self, method: str, batch: int) -> list[int | None]:
         """Steps to the target of the fresh seeds, each in the shortest run that gets there, if any does."""
@@ -232,7 +236,7 @@ class Contest:
         return float(ttest_ind_from_stats(*numbers, equal_var=False, alternative="less").pvalue)
 
     def table(self, batch: int) -> dict[str, list[int | None]]:
-        return {method: self.fresh(method, batch) for method in (*METHODS, "adascale")}
+        return {method: self.fresh(method, batch) for method in methods(batch)}
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Contest:
 
     def adascale_reaches(self) -> Measured:
         """Of the fresh seeds at batches up to 16 times the small one, those that reach the target with one setting."""
-        found = {batch: self.fresh("adascale", batch) for batch in BATCHES if batch <= 16 * BATCH}
+        found = {batch: self.fresh("adascale", batch) for batch in BATCHES if BATCH < batch <= 16 * BATCH}
         every = [each for steps in found.values() for each in steps]
         said = "; ".join(f"{batch}: {listed(steps)}" for batch, steps in found.items())
         share = sum(each is not None for each in every) / len(every)

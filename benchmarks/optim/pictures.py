@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness import OutOfBudget, resumable
 from benchmarks.machine import ROOT
-from benchmarks.optim.images import BATCH, BATCHES, METHODS, SEEDS, TARGET_SEEDS, Contest, listed
+from benchmarks.optim.images import BATCH, BATCHES, SEEDS, Contest, listed, methods
 
 PICTURE = ROOT / "docs" / "pictures" / "optim-images.svg"
 PAGE = ROOT / "docs" / "guides" / "large-batches.md"
@@ -63,23 +63,22 @@ def figures(folder: Path) -> Figures | None:
         raise OutOfBudget
 
     contest = Contest(folder, refuse)
-    steps: dict[str, dict[int, Sequence[int | None]]] = {method: {} for method in (*METHODS, "adascale")}
+    steps: dict[str, dict[int, Sequence[int | None]]] = {method: {} for method in methods(BATCHES[-1])}
     noise: dict[int, float] = {}
     try:
-        small = ("nesterov", contest.small_rate, BATCH, 1.0)
-        steps["nesterov"][BATCH] = [contest.steps(*small, seed) for seed in TARGET_SEEDS]
+        target = contest.target
     except OutOfBudget:
         return None
-    for method, of_method in steps.items():
-        for batch in BATCHES:
+    for batch in BATCHES:
+        for method in methods(batch):
             try:
-                of_method[batch] = contest.fresh(method, batch)
+                steps[method][batch] = contest.fresh(method, batch)
                 if method == "adascale":
                     runs = [contest.run(*contest.setting(method, batch), seed) for seed in SEEDS]
                     noise[batch] = statistics.median(run["noise_scale"] for run in runs)
             except OutOfBudget:
                 continue
-    return Figures(contest.target, steps, noise)
+    return Figures(target, steps, noise)
 
 
 def critical_batch(best: Mapping[int, float]) -> tuple[float, float] | None:
@@ -97,13 +96,12 @@ def critical_batch(best: Mapping[int, float]) -> tuple[float, float] | None:
 
 def table(found: Figures) -> str:
     """Markdown: the steps of every seed, by method and batch."""
-    batches = (BATCH, *BATCHES)
     lines = [
-        "| method | " + " | ".join(f"batch {batch:,}" for batch in batches) + " |",
-        "|---" * (len(batches) + 1) + "|",
+        "| method | " + " | ".join(f"batch {batch:,}" for batch in BATCHES) + " |",
+        "|---" * (len(BATCHES) + 1) + "|",
     ]
     for method, of_method in found.steps.items():
-        cells = [listed(of_method[batch]) if batch in of_method else "" for batch in batches]
+        cells = [listed(of_method[batch]) if batch in of_method else "" for batch in BATCHES]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     said = [
         f"Target: {found.target:.2%} of the test images. Every seed's steps to it, at the setting that tuning chose."
@@ -143,7 +141,7 @@ def draw(found: Figures, path: Path) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks([BATCH, *BATCHES], [f"{batch:,}" for batch in (BATCH, *BATCHES)])
+    axes.set_xticks(BATCHES, [f"{batch:,}" for batch in BATCHES])
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(
