@@ -10,7 +10,7 @@ a cool-down, too, and a step of theirs is worth as many as DDP needs to the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comm.curves import WINDOW, efficiency, final, step_bytes, step_seconds, steps_to
-from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, Method, local, ours
+from benchmarks.comm.families import OURS, PEERS, Family
+from benchmarks.comm.methods import BF16, DDP, NONE, Method, muon
+from benchmarks.comm.pace import Pace
 from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import Setting
 from benchmarks.comm.spec import Spec
@@ -75,37 +77,8 @@ TRIAL = Sizes(
 )
 
 
-@dataclass(frozen=True)
-class Family:
-    """Settings of one method that are tried against each other, each at rates of learning of its own."""
-
-    name: str
-    bases: tuple[Method, ...]
-
-
 LRS = (1.5e-3, 3e-3, 6e-3)
 """Rates of learning that each setting is tried at; the grid grows until the best is inside it."""
-PEERS = (
-    Family("torch's PowerSGD hook", (TORCH, TORCH.but(rank=8), TORCH.but(rank=2))),
-    Family("epfml's powersgd", (EPFML, EPFML.but(iterations=1), EPFML.but(rank=8, iterations=1))),
-    Family("DiLoCo", tuple(local("DiLoCo", "DiLoCo", every=every) for every in (25, 10, 50))),
-)
-PER_STEP = Family(
-    "per-step codec",
-    (
-        ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", feedback=True, parts=12, channels=3),
-        ours("PowerSGD r4", "PowerSGD", rank=4),
-        ours("PowerSGD r8 alternate bf16", "PowerSGD", rank=8, alternate=True, wire="bf16"),
-    ),
-)
-LOCAL = Family(
-    "local steps",
-    (
-        local("LocalSGD H=8 4bit", "LocalSGD", every=8, codec="4bit"),
-        local("LocalSGD H=8 4bit overlapped", "LocalSGD", every=8, codec="4bit", delay=6),
-        local("LocalSGD H=32 4bit", "LocalSGD", every=32, codec="4bit", delay=28),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -117,11 +90,23 @@ class Figure:
     bounded: frozenset[int]
     """Marks that a seed did not reach in the steps that it was given: worth no more than this."""
     free: float
-    seconds: float
+    pace: Pace
+    optimizer: float = 1.0
+    """Steps of DDP with AdamW that a step of DDP with this method's optimizer is worth, at the last mark."""
+
+    def needed(self, mark: int) -> float:
+        """Steps to DDP's loss at a mark."""
+        return mark / geometric_mean(self.worth[mark])
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, on average up to the last mark."""
+        needed = self.needed(max(self.worth))
+        return self.pace.elapsed(needed) / needed
 
     def efficiency(self, mark: int) -> float:
         """1 is DDP on a network that costs nothing."""
-        return efficiency((geometric_mean(self.worth[mark]), self.free), (1.0, self.seconds))
+        return efficiency((mark, self.free), (1.0, self.pace.elapsed(self.needed(mark))))
 
     @property
     def value(self) -> float:
@@ -134,8 +119,9 @@ class Figure:
             f"{'at most ' if mark in self.bounded else ''}{', '.join(f'{each:.3f}' for each in worth)} at {mark}"
             for mark, worth in self.worth.items()
         )
+        alone = f", of which the optimizer alone {self.optimizer:.3f}" if self.method.optimizer != "adamw" else ""
         times = f"{self.free:.3g} s a step without communication, {self.seconds:.3g} s with"
-        return f"{self.method.name} ({settings or 'no settings'}; lr {self.method.lr:g}): worth {marks}; {times}"
+        return f"{self.method.name} ({settings or 'no settings'}; lr {self.method.lr:g}): worth {marks}{alone}; {times}"
 
 
 @dataclass
@@ -171,7 +157,7 @@ class Contest:
         """To DDP's loss at the last mark, or as far as a method is given steps."""
         sizes = self.sizes
         if seed == sizes.tuning_seed:  # DDP's twice as far, for what learns faster
-            return self._curve(method, seed, sizes.tuning_steps * (1 + (method.kind == "ddp")))
+            return self._curve(method, seed, sizes.tuning_steps * (1 + (method == DDP.at(method.lr))))
         if method == self.dense:
             return self._curve(method, seed, sizes.steps + sizes.margin)
         target = final(self.curve(self.dense, seed), sizes.steps)
@@ -193,6 +179,15 @@ class Contest:
         """DDP with its best rate of learning."""
         return self.tuned(DDP)
 
+    @cached_property
+    def dense_muon(self) -> Method:
+        """The same with Muon, to tell what the optimizer gains from what an exchange loses."""
+        return self.tuned(muon(DDP))
+
+    def learner(self, method: Method) -> Method:
+        """The method whose curve is this one's: that of DDP for all that exchange whole gradients at every step."""
+        return {"adamw": self.dense, "muon": self.dense_muon}[method.optimizer] if method.dense else method
+
     def chosen(self, family: Family, rate: str) -> Method:
         """The best of a family at a rate, on the seed for choosing.
 
@@ -205,9 +200,12 @@ class Contest:
         seed, at = self.sizes.tuning_seed, self.sizes.tuning_steps
         dense = self.curve(self.dense, seed)
         worth = (steps_to(dense, final(self.curve(method, seed), at)) or 2 * at) / at
+        return worth * self.free * at / self.pace(method, rate, self._computed_seconds).elapsed(at)
+
+    def _computed_seconds(self, method: Method, rate: str) -> float:
         hidden = float(method.settings.get("delay", 0)) * self.free
         wire = self._wire_seconds(method, rate) * method.period
-        return worth * self.free / (self.free + max(0.0, wire - hidden) / method.period)
+        return self.free + max(0.0, wire - hidden) / method.period
 
     @cached_property
     def free(self) -> float:
@@ -245,6 +243,25 @@ class Contest:
         stretch = method.period if method.local else spec.turn
         return step_seconds(free, stretch), step_seconds(logs, stretch)
 
+    def pace(self, method: Method, rate: str, seconds: Callable[[Method, str], float]) -> Pace:
+        """Of a run with this method, from the `seconds` of a step of it; of one with a schedule, from its parts."""
+        if not method.scheduled:
+            return Pace(seconds(method, rate))
+        settings = dict(method.settings)
+        start, final_every = settings.pop("start", 0), settings.pop("final_every", 0)
+        fixed = replace(method, settings=settings, horizon=0)
+        slower = replace(fixed, settings=settings | {"every": final_every}, period=final_every)
+        gradients = replace(fixed, settings=settings | {"start": 10**6}, period=1)
+        return Pace(
+            first=seconds(fixed, rate),
+            last=seconds(slower, rate) if final_every else 0.0,
+            every=settings["every"],
+            final_every=final_every,
+            horizon=method.horizon,
+            starting=seconds(gradients, rate) if start else 0.0,
+            start=start,
+        )
+
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def worth(self, method: Method) -> tuple[dict[int, tuple[float, ...]], frozenset[int]]:
@@ -264,14 +281,28 @@ class Contest:
         return found, frozenset(bounded)
 
     def figure(self, method: Method, rate: str) -> Figure:
-        return Figure(method, *self.worth(method), *self.slow(method, rate))
+        pairs: list[float] = []
+
+        def measured(part: Method, at: str) -> float:
+            free, seconds = self.slow(part, at)
+            pairs.append(free)
+            return seconds
+
+        pace = self.pace(method, rate, measured)
+        return Figure(method, *self.worth(method), fmean(pairs), pace, self._optimizer(method))
+
+    def _optimizer(self, method: Method) -> float:
+        """See `Figure`."""
+        if method.optimizer == "adamw":
+            return 1.0
+        return geometric_mean(self.worth(self.dense_muon)[0][self.sizes.steps])
 
     def best(self, family: Family, rate: str) -> Figure:
         return self.figure(self.chosen(family, rate), rate)
 
     def ours(self, rate: str) -> list[Figure]:
         """The best of each family, the best first."""
-        return _sorted(self.best(family, rate) for family in (PER_STEP, LOCAL))
+        return _sorted(self.best(family, rate) for family in OURS)
 
     def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
         """All peers that are installed, the best first."""
@@ -279,16 +310,16 @@ class Contest:
         return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in there)])
 
     def dense_figures(self, rate: str) -> list[Figure]:
-        """DDP's, and of its bf16 hook, which is taken to need no more steps.
+        """DDP's, with Muon too, and of its bf16 hook, which is taken to need no more steps.
 
-        Both with torch's buckets of 25 MB and with small ones, which ours sets by itself: with them the exchange of a
+        All with torch's buckets of 25 MB and with small ones, which ours sets by itself: with them the exchange of a
         model of this size overlaps with the backward pass.
         Where a step of them would take longer than ten seconds it is not measured: the wire alone, at the full
         rate, is taken for its time, which flatters them.
         """
-        alike = {mark: (1.0,) * len(self.sizes.seeds) for mark in self.sizes.marks}
+        alike = {mark: (1.0,) * len(self.sizes.seeds) for mark in self.sizes.marks}, frozenset[int]()
         found = []
-        usual = (self.dense, BF16.at(self.dense.lr))
+        usual = (self.dense, BF16.at(self.dense.lr), self.dense_muon)
         small = (replace(each, name=f"{each.name}, 1 MB buckets", bucket_mb=1.0) for each in usual)
         for method in (*usual, *small):
             wire = self._wire_seconds(method, rate)
@@ -297,14 +328,14 @@ class Contest:
             else:
                 free = self.slow(method, "100mbit")[0]
                 seconds = max(free, wire)
-            found.append(Figure(method, alike, frozenset(), free, seconds))
+            worth = alike if method.optimizer == "adamw" else self.worth(self.dense_muon)
+            found.append(Figure(method, *worth, free, Pace(seconds), self._optimizer(method)))
         return found
 
     def loss_at(self, figure: Figure, seconds: float) -> float | None:
         """The mean held-out loss after a time; None where no run is that long."""
-        learner = self.dense if figure.method.kind == "bf16" or "buckets" in figure.method.name else figure.method
-        curves = [self.curve(learner, seed) for seed in self.sizes.seeds]
-        step = seconds / figure.seconds
+        curves = [self.curve(self.learner(figure.method), seed) for seed in self.sizes.seeds]
+        step = figure.pace.steps(seconds)
         if step > min(curve[-1][0] for curve in curves):
             return None
         return fmean(float(np.interp(step, *np.array(curve).T)) for curve in curves)

@@ -25,6 +25,7 @@ from shoestring.core.job import Job
 from shoestring.core.task import call_model
 from shoestring.core.world import World
 from shoestring.models.gpt import GPT
+from shoestring.optim.muon import MuonAdamW, not_matrices
 
 WARMUP = 20  # steps of linear rise; then the rate is constant, so that a run of any length is a part of a longer one
 CLIP = 1.0
@@ -47,7 +48,7 @@ class Contestant:
                 bucket_cap_mb=method.bucket_mb,
                 gradient_as_bucket_view=True,
             )
-        self.optimizer = adamw(self.module, method.lr)
+        self.optimizer = OPTIMIZERS[method.optimizer](self.module, method.lr)
         self.epfml: peers.Epfml | None = None
         self.job: Job | None = None
 
@@ -109,7 +110,7 @@ def contestant(method: Method, spec: Spec, folder: Path, world: World) -> Contes
     elif method.kind in ("ours", "torch in ours"):
         kind = getattr(comm, method.feature) if method.kind == "ours" else peers.TorchInOurs
         one.job = attach(one.model, one.optimizer, kind(**settings))
-        one.job.progress.total = spec.horizon
+        one.job.progress.total = method.horizon or spec.horizon
         one.optimizer = one.job.built_optimizer
         if spec.delays:
             delay(spec.delays, world.rank)
@@ -126,6 +127,24 @@ def adamw(module: GPT, lr: float) -> Optimizer:
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def muon(module: GPT, lr: float) -> Optimizer:
+    """As optim.muon builds it: steps of AdamW's size, and AdamW itself for embeddings, the head and vectors."""
+    aside = not_matrices(module)
+    named = dict(module.named_parameters())
+    vectors = [parameter for parameter in named.values() if parameter.ndim < 2]
+    tables = [named[name] for name in aside]
+    rest = [parameter for name, parameter in named.items() if parameter.ndim >= 2 and name not in aside]
+    groups = [
+        {"params": rest, "weight_decay": 0.1, "muon": True},
+        {"params": tables, "weight_decay": 0.1, "muon": False},
+        {"params": vectors, "weight_decay": 0.0, "muon": False},
+    ]
+    return MuonAdamW([group | {"lr": lr} for group in groups])
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 @contextmanager

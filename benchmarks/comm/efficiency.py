@@ -43,8 +43,9 @@ def in_short(figure: Figure) -> str:
 
 def ours(ask: Ask, rate: str, _: Deadline) -> Measured:
     contest = ask()
-    best, other = contest.ours(rate)
-    return Measured(best.value, f"{best}; of the other family {in_short(other)}: {other}; {described(contest)}")
+    best, *others = contest.ours(rate)
+    said = "; ".join(f"{in_short(other)}: {other}" for other in others)
+    return Measured(best.value, f"{best}; of the other families {said}; {described(contest)}")
 
 
 def ahead(ask: Ask, rate: str, _: Deadline) -> Measured:
@@ -68,8 +69,8 @@ def cooled(ask: Ask, rate: str, _: Deadline) -> Measured:
     contest = ask()
     sides, said = [], []
     for figure in (contest.ours(rate)[0], contest.peers(rate)[0]):
-        dense = figure.method.kind in ("ddp", "bf16")
-        worth = (1.0,) * len(contest.sizes.seeds) if dense else contest.cooled(figure.method)
+        learner = contest.learner(figure.method)
+        worth = (1.0,) * len(contest.sizes.seeds) if learner == contest.dense else contest.cooled(learner)
         sides.append(geometric_mean(worth) * figure.free / figure.seconds)
         said.append(f"{figure.method.name} {sides[-1]:.3f}, worth {', '.join(f'{each:.3f}' for each in worth)}")
     return Measured(sides[0] / sides[1], "; ".join(said))
@@ -87,8 +88,9 @@ def whole(ask: Ask, by_peer: bool, _: Deadline) -> Measured:
     )  # fmt: skip
     (logs,) = contest.store.get(spec)["logs"]
     real = max(sum(log["seconds"]) for log in logs)
-    note = f"{method.name}, {steps} steps at {WHOLE_RATE}: {real:.1f} s, computed {steps * figure.seconds:.1f} s"
-    return Measured(abs(real / (steps * figure.seconds) - 1), note)
+    computed = figure.pace.elapsed(steps)
+    note = f"{method.name}, {steps} steps at {WHOLE_RATE}: {real:.1f} s, computed {computed:.1f} s"
+    return Measured(abs(real / computed - 1), note)
 
 
 def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:

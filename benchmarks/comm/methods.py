@@ -24,11 +24,24 @@ class Method:
     bucket_mb: float = 25.0
     period: int = 1
     """Number of steps after which the pattern of exchanges repeats."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    horizon: int = 0
+    """Steps of the run that its schedule is for, however far it is run; 0 takes the run's own."""
 
     @property
     def local(self) -> bool:
         """Whether replicas differ between merges."""
         return "every" in self.settings
+
+    @property
+    def dense(self) -> bool:
+        """Whether it learns as DDP does: all gradients at every step."""
+        return self.kind in ("ddp", "bf16")
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether steps differ along the run."""
+        return bool(self.settings.get("start") or self.settings.get("final_every"))
 
     def at(self, lr: float) -> Method:
         """This method with another learning rate."""
@@ -46,10 +59,17 @@ def ours(name: str, feature: str, *, lr: float = 3e-3, bucket_mb: float = 25.0, 
     return Method(name=name, kind="ours", feature=feature, settings=settings, lr=lr, bucket_mb=bucket_mb, period=period)
 
 
-def local(name: str, feature: str, *, lr: float = 3e-3, **settings: Any) -> Method:
+def local(name: str, feature: str, *, lr: float = 3e-3, horizon: int = 0, **settings: Any) -> Method:
     """Local steps of ours; the pattern repeats once everything has been merged."""
     every = int(settings["every"])
-    return Method(name=name, kind="ours", feature=feature, settings=settings, lr=lr, ddp=False, period=every)
+    return Method(
+        name=name, kind="ours", feature=feature, settings=settings, lr=lr, ddp=False, period=every, horizon=horizon
+    )
+
+
+def muon(method: Method) -> Method:
+    """The same with Muon in the place of AdamW."""
+    return replace(method, name=f"{method.name}, Muon", optimizer="muon")
 
 
 NONE = Method(name="no communication", kind="none", ddp=False)

@@ -5,9 +5,11 @@ The runs are those of the bars; each is drawn up to where it had DDP's last loss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.comm.contest import RATES, Contest, Figure
 from benchmarks.comm.curves import smoothed
@@ -33,12 +35,12 @@ def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     figures = {rate: contenders(contest, rate) for rate in RATES}
     methods = {figure.method.name: figure.method for of_rate in figures.values() for figure in of_rate}
-    lines = [(name, *points(contest, method, 1.0)) for name, method in methods.items() if method.kind != "bf16"]
+    lines = [(name, *points(contest, method, float)) for name, method in methods.items() if method.kind != "bf16"]
     drawn = [picture(lines, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
     for rate, of_rate in figures.items():
         short = rate.removesuffix("mbit")
-        timed = [(each.method, each.seconds / 60) for each in of_rate if each.seconds]
-        lines = [(method.name, *points(contest, method, minutes)) for method, minutes in timed]
+        lines = [(each.method.name, *points(contest, each.method, each.pace.elapsed)) for each in of_rate]
+        lines = [(name, seconds / 60, losses) for name, seconds, losses in lines]
         title = f"Held-out loss over time, four hosts at {short} Mbit/s"
         drawn.append(picture(lines, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
     return drawn
@@ -50,12 +52,13 @@ def contenders(contest: Contest, rate: str) -> list[Figure]:
     return [*peers, *contest.ours(rate)]
 
 
-def points(contest: Contest, method: Method, scale: float) -> tuple[Any, Any]:
-    """The smoothed curve, the mean over seeds, with `scale` of the axis a step."""
-    learner = contest.dense if method.kind in ("ddp", "bf16") else method
-    curves = [smoothed(contest.curve(learner, seed)) for seed in contest.sizes.seeds]
+def points(contest: Contest, method: Method, place: Callable[[float], float]) -> tuple[Any, Any]:
+    """The smoothed curve, the mean over seeds; `place` gives the place of a step on the axis."""
+    curves = [smoothed(contest.curve(contest.learner(method), seed)) for seed in contest.sizes.seeds]
     shared = min(len(steps) for steps, _ in curves)
-    return curves[0][0][:shared] * scale, sum(losses[:shared] for _, losses in curves) / len(curves)
+    return np.array([place(step) for step in curves[0][0][:shared]]), sum(
+        losses[:shared] for _, losses in curves
+    ) / len(curves)
 
 
 def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: Path, *, log: bool = False) -> Path:

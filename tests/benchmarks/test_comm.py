@@ -10,9 +10,12 @@ from benchmarks.comm import gpu_rows
 from benchmarks.comm.__main__ import rows
 from benchmarks.comm.added import OURS, THEIRS
 from benchmarks.comm.auto import AUTO
-from benchmarks.comm.contest import LOCAL, PEERS, PER_STEP, TRIAL, Contest, Sizes
+from benchmarks.comm.contest import TRIAL, Contest, Sizes
 from benchmarks.comm.curves import efficiency, final, step_seconds, steps_to, stretches
-from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, local, ours
+from benchmarks.comm.families import OURS as OURS_FAMILIES
+from benchmarks.comm.families import PEERS, PER_STEP
+from benchmarks.comm.methods import BF16, DDP, EPFML, NONE, TORCH, local, muon, ours
+from benchmarks.comm.pace import Pace
 from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.pictures import draw
 from benchmarks.comm.setting import Setting
@@ -98,7 +101,11 @@ class KnownResults(Store):
 
     def log(self, spec, method):
         sent = 1e3 * KILOBYTES[method.kind] * (0.3 if method.settings.get("alternate") else 1)
-        speed = SPEED[method.kind] * (1 - abs(np.log(method.lr / 3e-3)) / 4)
+        if method.local:
+            sent *= 1 if "start" in method.settings else 1 / method.settings["every"]
+        speed = (
+            SPEED[method.kind] * (1 - abs(np.log(method.lr / 3e-3)) / 4) * (1.2 if method.optimizer == "muon" else 1)
+        )
         seconds = [1 + 8 * sent / BITS[spec.rate]] * spec.steps
         speed *= 1 + bool(spec.cool) / 10
         curve = [(step, loss + spec.seed / 1e6) for step, loss in falling(speed, spec.steps, spec.look or spec.steps)]
@@ -123,7 +130,7 @@ def test_a_slow_link_is_given_the_setting_with_fewer_bytes(contest):
 
 
 def test_the_figure_is_steps_and_seconds(contest):
-    figure = contest.best(PEERS[0], "10mbit")
+    figure = contest.figure(contest.tuned(TORCH), "10mbit")
     assert figure.worth[150] == pytest.approx((0.9,) * 3, rel=0.02)
     assert not figure.bounded
     assert figure.seconds == pytest.approx(1 + 8 * 700e3 / 1e7)
@@ -142,7 +149,7 @@ def test_with_a_cool_down_a_step_is_worth_what_ddp_needs_with_one(contest):
 
 
 def test_losses_are_compared_at_equal_times(contest):
-    figure = contest.best(PEERS[0], "100mbit")
+    figure = contest.figure(contest.tuned(TORCH), "100mbit")
     at = contest.loss_at(figure, 100 * figure.seconds)
     assert at == pytest.approx(np.exp(-0.9), rel=0.01)
     assert contest.loss_at(figure, 1e6) is None
@@ -153,9 +160,38 @@ def test_the_best_peer_comes_first_and_all_are_there(contest):
     assert [peer.value for peer in peers] == sorted((peer.value for peer in peers), reverse=True)
     there = {"ddp", "bf16", "torch", "ours"} | ({"epfml"} if has_epfml() else set())
     assert {peer.method.kind for peer in peers} == there
-    dense = sorted((peer.method.kind, peer.method.bucket_mb) for peer in peers if peer.method.kind in ("ddp", "bf16"))
-    assert dense == [(kind, bucket) for kind in ("bf16", "ddp") for bucket in (1.0, 25.0)]
-    assert len(peers) == len(there) + 2
+    dense = sorted(
+        (peer.method.kind, peer.method.optimizer, peer.method.bucket_mb) for peer in peers if peer.method.dense
+    )
+    kinds = [("bf16", "adamw"), ("ddp", "adamw"), ("ddp", "muon")]
+    assert dense == [(*kind, bucket) for kind in kinds for bucket in (1.0, 25.0)]
+    assert len(peers) == len(there) + 5
+
+
+def test_what_an_optimizer_gains_is_told_apart(contest):
+    figure = contest.figure(muon(TORCH.at(3e-3)), "10mbit")
+    assert figure.optimizer == pytest.approx(1.2, rel=0.02)
+    assert figure.worth[150] == pytest.approx((0.9 * 1.2,) * 3, rel=0.02)
+    assert "of which the optimizer alone 1.2" in str(figure)
+    alone = next(peer for peer in contest.dense_figures("10mbit") if peer.method.optimizer == "muon")
+    assert alone.worth[150] == pytest.approx((1.2,) * 3, rel=0.02)
+
+
+def test_a_schedule_is_timed_by_its_parts(contest):
+    method = local("scheduled", "LocalSGD", every=4, final_every=20, start=30, horizon=300)
+    figure = contest.figure(method, "1mbit")
+    merge, steps = 8 * 100e3 / 1e6, np.arange(150)
+    seconds = 1 + np.where(steps < 30, merge, merge / (4 + 16 * steps / 300))
+    assert figure.pace.elapsed(150) == pytest.approx(seconds.sum(), rel=1e-3)
+    assert figure.needed(150) == pytest.approx(150, rel=0.01)
+    assert contest.loss_at(figure, seconds.sum()) == pytest.approx(np.exp(-1.5), rel=0.01)
+
+
+def test_a_pace_is_the_same_in_both_directions():
+    pace = Pace(first=2.0, last=1.0, every=2, final_every=8, horizon=100, starting=5.0, start=10)
+    assert pace.elapsed(10) == 50 and pace.steps(pace.elapsed(77)) == pytest.approx(77)
+    assert pace.elapsed(201) - pace.elapsed(200) == pytest.approx(1.0)
+    assert Pace(3.0).elapsed(7) == 21
 
 
 def test_slow_methods_are_measured_for_fewer_steps(contest):
@@ -165,7 +201,7 @@ def test_slow_methods_are_measured_for_fewer_steps(contest):
 
 
 def test_peers_are_tuned_as_long_as_ours():
-    assert {len(family.bases) for family in (*PEERS, PER_STEP, LOCAL)} == {3}
+    assert {len(family.bases) for family in (*PEERS, *OURS_FAMILIES)} == {3}
 
 
 def test_seeds_for_choosing_are_not_reported():
@@ -229,7 +265,8 @@ def test_interface_counters_leave_loopback_out(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_every_kind_of_method_trains_on_four_hosts(tmp_path):
-    methods = (NONE, DDP, BF16, TORCH, OURS, THEIRS, AUTO, local("SparseLoCo", "SparseLoCo", every=2))
+    low_rank = muon(local("LocalSGD", "LocalSGD", every=2, start=1, codec="powersgd(rank=2)"))
+    methods = (NONE, DDP, BF16, TORCH, OURS, THEIRS, AUTO, local("SparseLoCo", "SparseLoCo", every=2), low_rank)
     spec = Spec(methods=methods, turn=2, rounds=2, warm=2, setting=TRIAL.setting, rate="1gbit")
     result = Store(tmp_path).get(spec)
     by_name = {method.name: ranks for method, ranks in zip(methods, result["logs"], strict=True)}
