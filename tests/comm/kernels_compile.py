@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from shoestring.comm.codecs import bucket_kernel, ternary, ternary_kernel
 from shoestring.comm.codecs.fused import BLOCK
 from shoestring.comm.codecs.fused_kernel import split
 from shoestring.comm.codecs.lowrank import LEFT, MOST, OUTER, WIDE
 from shoestring.comm.codecs.lowrank_kernel import left, outer, right
 
 SPLIT = {"n": "i64", "scale": "fp32", "momentum": "fp32", "room": "i32", "indices": "*i64", "count": "*i32"}
+BYTES = dict.fromkeys(("codes", "sent", "fine"), "*u8")
+BUCKETS = {"table": "*i64", **BYTES}
 LOW_RANK = {"g": "*bf16", "n": "i32", "m": "i32", "r": "i32"}
 
 
@@ -27,6 +31,30 @@ def compiled(kernel: Any, types: dict[str, str], warps: int = 4, **constants: An
         assert made.metadata.shared <= 99 * 1024, (kernel, constants)
 
 
+SIZES = ("tensors", "bucket", "width", "own", "one", "other", "rows", "row_buckets", "first", "last", "buckets")
+BUCKETS |= dict.fromkeys((*SIZES, "stride", "code_stride", "scale_stride"), "i32")
+HALF = {"DEPTH": 8, "KIND": 1, "FIRST": True, "TYPE": tl.bfloat16, "ALIGNED": True}
+
+
+def bucketed(bits: int, top: int) -> None:
+    """Of buckets of 512 entries in bf16, four of them a program."""
+    form = {"BITS": bits, "OFFSET": top or 1, "SHIFT": int(not top), "FEEDBACK": True, **HALF}
+    form |= {"ROWS": 4, "PER": 8 // bits, "WIDE": 64 * bits}
+    ways = {"TOP": top, "STOCHASTIC": top > 0}
+    for measure in (False, True):
+        compiled(bucket_kernel.encode, BUCKETS, MEASURE=measure, **form, **ways)
+    compiled(bucket_kernel.encode_average, BUCKETS, RANKS=4, **form, **ways)
+    compiled(bucket_kernel.decode, BUCKETS, **form)
+
+
+def ternary_ones() -> None:
+    form = {**HALF, "ROWS": 2, "PER": 4, "WIDE": ternary.BUCKET // 4}
+    compiled(ternary_kernel.measure, BUCKETS, **form)
+    compiled(ternary_kernel.scale, {**BUCKETS, "clip": "fp32"}, BLOCK=ternary.BLOCK)
+    compiled(ternary_kernel.encode, BUCKETS, **form)
+    compiled(ternary_kernel.decode, BUCKETS, RANKS=4, **form)
+
+
 if __name__ == "__main__":
     for way in (False, True):
         compiled(split, SPLIT, MOMENTUM=way, BLOCK=BLOCK)
@@ -34,4 +62,7 @@ if __name__ == "__main__":
     compiled(left, LOW_RANK, LEFT.num_warps, STEPS=4, R=MOST, BN=LEFT.BN, BM=LEFT.BM)
     compiled(right, LOW_RANK, WIDE.num_warps, STEPS=4, R=MOST, BN=WIDE.BN, BM=WIDE.BM)
     compiled(right, LOW_RANK, STEPS=4, R=4, BN=16, BM=128)
+    for bits, top in ((4, 7), (8, 127), (1, 0)):
+        bucketed(bits, top)
+    ternary_ones()
     print("compiled")

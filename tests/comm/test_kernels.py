@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import bucket_kernel_checks
 import fused_kernel_checks
 import lowrank_kernel_checks
 import pytest
+import ternary_kernel_checks
 import torch
 
 from tests.kernel_scripts import needs_triton, output_of
 
 HERE = Path(__file__).parent
-CHECKS = [fused_kernel_checks, lowrank_kernel_checks]
+CHECKS = [fused_kernel_checks, lowrank_kernel_checks, bucket_kernel_checks, ternary_kernel_checks]
 
 
 @needs_triton

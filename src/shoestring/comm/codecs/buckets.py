@@ -87,3 +87,13 @@ class BucketLayout:
         counts = torch.full((self.rows * self.buckets, 1), float(self.bucket))
         counts[[end - 1 for end in self.starts[1:]], 0] -= torch.tensor([float(-n % self.bucket) for n in self.sizes])
         return counts.to(self.device)
+
+
+class LateBuckets:
+    """Those whose residuals change in `decode` alone, so that an exchange is given up by doing nothing."""
+
+    def remember(self, codes: Tensor, scales: Tensor) -> None:
+        """See `quantize.Buckets`."""
+
+    def give_up(self) -> None:
+        """See `quantize.Buckets`."""

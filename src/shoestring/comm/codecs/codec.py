@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
+
 
 @dataclass(frozen=True, eq=False)
 class Mean:
@@ -79,6 +81,8 @@ class ExchangeContext:
     step: int
     sum_over_shards: Callable[[Tensor], Tensor] = identity
     """Sums a tensor over the ranks of this host that hold other shards of the same gradients."""
+    verdict: ExchangeVerdict = ALWAYS
+    """Whether the exchange succeeds, for codecs that guard."""
 
 
 class Codec(ABC):
@@ -108,6 +112,14 @@ class Codec(ABC):
         The driver does not touch `grads` before that. The first answers are non-finite on every rank whenever a
         gradient of any rank is. Later answers in floating point must be equal on all ranks.
         """
+
+    def guards(self, grads: Grads) -> bool:
+        """Whether `code` itself heeds `context.verdict` with gradients like these.
+
+        It is then never closed because of an answer, so that nothing waits for the device. Where the verdict is that
+        the exchange has failed, `code` makes all gradients NaN, and its state what it was before.
+        """
+        return False
 
     @property
     def replays(self) -> bool:

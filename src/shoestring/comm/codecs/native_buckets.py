@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoestring import native
-from shoestring.comm.codecs.buckets import BucketLayout
+from shoestring.comm.codecs.buckets import BucketLayout, LateBuckets
 
 LARGEST = 2**14
 """Entries of the largest bucket: a thread has two of them on its stack."""
@@ -43,7 +43,7 @@ def kernels() -> Kernels | None:
     return None if None in found else Kernels(*found)
 
 
-class NativeBuckets:
+class NativeBuckets(LateBuckets):
     """Of contiguous tensors in fp32 on a CPU.
 
     Args:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_
+from shoestring.comm.codecs import fused, kernel_buckets
 from shoestring.comm.codecs.bits import pack, packed_bytes, unpack
-from shoestring.comm.codecs.buckets import BLOCK, BucketLayout, BucketRange
+from shoestring.comm.codecs.buckets import BLOCK, BucketLayout, BucketRange, LateBuckets
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads
 from shoestring.comm.codecs.native_buckets import LARGEST, NativeBuckets, kernels
+from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 
 
 class ReduceScatterCodec(Codec):
@@ -39,6 +41,9 @@ class ReduceScatterCodec(Codec):
     offset: int
     """A level is (code << shift) - offset. Codes of 8 bits are signed."""
     shift: int = 0
+    top: int
+    """The largest level; 0 where levels are signs, and scales are mean magnitudes."""
+    stochastic: bool = False
 
     def __init__(self, bits: int, *, bucket: int, feedback: bool, seed: int = 0) -> None:
         super().__init__()
@@ -61,7 +66,7 @@ class ReduceScatterCodec(Codec):
         noise, flats = make_generator(self.seed, context, grads), [grad.view(-1) for grad in grads.values()]
         residuals = [state.view(-1) for state in self.get_states("residual", grads)] if self.feedback else []
         layout, rank = BucketLayout(flats, context.size, self.bucket), context.rank
-        buckets = self.buckets(layout, flats, residuals, noise)
+        buckets = self.buckets(layout, flats, residuals, noise, context.verdict)
         size, width = (context.size, layout.buckets), packed_bytes(self.bucket, self.bits)
         codes = torch.zeros(*size, width, dtype=torch.uint8, device=layout.device)
         scales = torch.empty(*size, 1, device=layout.device)
@@ -69,10 +74,14 @@ class ReduceScatterCodec(Codec):
         for rows in (slice(0, rank), slice(rank + 1, context.size)):
             buckets.encode(rows, codes[rows].flatten(0, 1), scales[rows].flatten(0, 1))
         largest = scales.amax().expand(context.size, 1)  # shows every rank whether all entries are finite
-        sent, of_sent, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
-
-        buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
-        everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
+        buckets.remember(codes, scales)
+        try:
+            sent, of_sent, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
+            buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
+            everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
+        except GeneratorExit:
+            buckets.give_up()
+            raise
         buckets.decode(*everywhere)
 
     @property
@@ -86,10 +95,22 @@ class ReduceScatterCodec(Codec):
             layout = BucketLayout(flats, context.size, self.bucket)
             self.buckets(layout, flats, [], torch.Generator(layout.device)).decode(*answers)
 
+    def guards(self, grads: Grads) -> bool:
+        """See `Codec`."""
+        return kernel_buckets.take(grads.values(), self.bucket)
+
     def buckets(
-        self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
+        self,
+        layout: BucketLayout,
+        flats: list[Tensor],
+        residuals: list[Tensor],
+        noise: torch.Generator,
+        verdict: ExchangeVerdict = ALWAYS,
     ) -> Buckets:
         """What encodes and decodes the entries."""
+        if kernel_buckets.take(flats, self.bucket):
+            seed = noise.initial_seed() if self.stochastic else None
+            return kernel_buckets.KernelBuckets(self, layout, flats, residuals, seed, verdict)
         return TorchBuckets(self, layout, flats, residuals, noise)
 
     def pack(self, levels: Tensor) -> Tensor:
@@ -113,6 +134,9 @@ class Buckets(Protocol):
     gradients, and become the residuals in `decode`, because an exchange may be broken off before.
     """
 
+    def remember(self, codes: Tensor, scales: Tensor) -> None:
+        """Note where codes (rows, buckets, bytes) and scales of what is sent lie until the exchange ends."""
+
     def measure(self, row: int, scales: Tensor) -> None:
         """The largest magnitude of each bucket of a row, into scales (buckets, 1); non-finite where an entry is."""
 
@@ -126,8 +150,11 @@ class Buckets(Protocol):
     def decode(self, codes: Tensor, scales: Tensor) -> None:
         """Replace the gradients by what codes (rows, buckets, bytes) and scales stand for; each row is contiguous."""
 
+    def give_up(self) -> None:
+        """Make the residuals what they were before the exchange, up to rounding."""
 
-class TorchBuckets:
+
+class TorchBuckets(LateBuckets):
     """By torch's operations, in blocks that fit the cache."""
 
     def __init__(
@@ -161,7 +188,12 @@ class TorchBuckets:
             block = slice(part.start - first, part.stop - first)
             each = self.codec.unpack(sent[:, block]) * of_sent[:, block]
             each[row] = part.read(self.summands)
-            self._compress(each.mean(0), part, row, ranks, codes, scales)
+            average = each.mean(0)
+            if not self.codec.top:  # the sign of padding is not zero, and would count in the mean magnitude
+                average *= (
+                    torch.arange(self.layout.bucket, device=average.device) < self.entries[part.start : part.stop]
+                )
+            self._compress(average, part, row, ranks, codes, scales)
 
     def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
         """Store codes and scales of x (buckets, bucket), and its errors times the number of ranks that it is of."""
@@ -202,18 +234,23 @@ class QuantizeCodec(ReduceScatterCodec):
         seed: int = 0,
     ) -> None:
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
-        self.rounding, self.top = rounding, 2 ** (bits - 1) - 1
+        self.rounding, self.top, self.stochastic = rounding, 2 ** (bits - 1) - 1, rounding == "stochastic"
         self.offset = self.top if bits < 8 else 0
 
     def buckets(
-        self, layout: BucketLayout, flats: list[Tensor], residuals: list[Tensor], noise: torch.Generator
+        self,
+        layout: BucketLayout,
+        flats: list[Tensor],
+        residuals: list[Tensor],
+        noise: torch.Generator,
+        verdict: ExchangeVerdict = ALWAYS,
     ) -> Buckets:
         """See `ReduceScatterCodec`."""
         fits = layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
-        if fits and self.bucket <= LARGEST and kernels() is not None:
-            drawn = noise if self.rounding == "stochastic" else None
+        if fits and self.bucket <= LARGEST and kernels() is not None and not fused.is_available(layout.device):
+            drawn = noise if self.stochastic else None
             return NativeBuckets(layout, flats, residuals, self.bits, drawn)
-        return super().buckets(layout, flats, residuals, noise)
+        return super().buckets(layout, flats, residuals, noise, verdict)
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().amax(-1, keepdim=True).div_(self.top)
@@ -224,11 +261,16 @@ class QuantizeCodec(ReduceScatterCodec):
         return q.round_().clamp_(-self.top, self.top), scale
 
 
+def draw_seed(seed: int, context: ExchangeContext, grads: Grads) -> int:
+    """A seed of 56 bits that differs between ranks, steps, and sets of gradients."""
+    words = repr((seed, context.step, context.rank, *grads)).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+
+
 def make_generator(seed: int, context: ExchangeContext, grads: Grads) -> torch.Generator:
     """Make a generator whose noise differs between ranks, steps, and sets of gradients."""
-    words = repr((seed, context.step, context.rank, *grads)).encode()
-    number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
-    return torch.Generator(next(iter(grads.values())).device).manual_seed(number)
+    device = next(iter(grads.values())).device
+    return torch.Generator(device).manual_seed(draw_seed(seed, context, grads))
 
 
 def add_noise_(q: Tensor, noise: torch.Generator) -> None:

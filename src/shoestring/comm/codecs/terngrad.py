@@ -12,7 +12,9 @@ from shoestring._torch import foreach_mul_
 from shoestring.comm.codecs.bits import pack, unpack
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads, Request
 from shoestring.comm.codecs.dense import flatten, split_like, unflatten
-from shoestring.comm.codecs.quantize import add_noise_, make_generator
+from shoestring.comm.codecs.kernel_buckets import take
+from shoestring.comm.codecs.quantize import add_noise_, draw_seed, make_generator
+from shoestring.comm.codecs.ternary import BUCKET, TernaryEntries
 
 
 class TernGradCodec(Codec):
@@ -36,11 +38,14 @@ class TernGradCodec(Codec):
         grads = {name: grad for name, grad in grads.items() if grad.numel()}
         if not grads:
             return
+        if not self.reduce_scatter and take(grads.values(), BUCKET):
+            yield from self._code_by_kernels(grads, context)
+            return
         tensors = list(grads.values())
         flat = flatten(tensors)
         parts = split_like(flat, tensors)
         (scales,) = yield [AllGather(self._scales(parts))]
-        s = scales.amax(0)
+        s = context.verdict.poison(scales.amax(0))
         foreach_mul_(parts, list(s.reciprocal().nan_to_num_(0, posinf=0)))
         add_noise_(flat, make_generator(self.seed, context, grads))
         levels = flat.round_().clamp_(-1, 1).add_(1).to(torch.uint8)
@@ -49,6 +54,17 @@ class TernGradCodec(Codec):
         flat.copy_(sums).sub_(context.size)
         foreach_mul_(parts, list(s / context.size))
         unflatten(flat, tensors)
+
+    def guards(self, grads: Grads) -> bool:
+        """See `Codec`: there is no state, and a scale of NaN makes gradients NaN."""
+        return True
+
+    def _code_by_kernels(self, grads: Grads, context: ExchangeContext) -> Coding:
+        entries = TernaryEntries([grad.view(-1) for grad in grads.values()])
+        (scales,) = yield [AllGather(entries.scales(self.clip))]
+        s = context.verdict.poison(scales.amax(0))
+        (codes,) = yield [AllGather(entries.encode(s, draw_seed(self.seed, context, grads)))]
+        entries.decode(codes, s)
 
     def _scales(self, parts: list[Tensor]) -> Tensor:
         """The largest magnitude of each tensor, but at most 2.5 σ: (layers,)."""

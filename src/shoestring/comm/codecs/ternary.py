@@ -1,0 +1,57 @@
+"""TernGrad's levels by kernels, on devices that Triton compiles for: gradients are read twice and written once.
+
+Bytes of memory traffic an entry, where gradients take g bytes and N ranks take part: g to measure; g to encode, and a
+quarter is written; N / 4 to decode, and g written. Torch's operations move them through five tensors in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoestring.comm.codecs.bits import packed_bytes
+from shoestring.comm.codecs.buckets import BucketLayout
+from shoestring.comm.codecs.kernel_buckets import EntryTable, keys, row_stride
+
+BUCKET = 1024  # entries; a tensor's last bucket is filled up
+BLOCK = 1024  # buckets whose figures are added up at once
+BITS = 2
+
+
+class TernaryEntries:
+    """The entries of contiguous tensors in fp32, bf16 and fp16."""
+
+    def __init__(self, flats: Sequence[Tensor]) -> None:
+        self.layout = BucketLayout(flats, 1, BUCKET)
+        self.table = EntryTable(self.layout, flats, [], BITS)
+
+    def scales(self, clip: float) -> Tensor:
+        """The largest magnitude of each tensor, but at most `clip` standard deviations, (tensors,) in fp32."""
+        from shoestring.comm.codecs import ternary_kernel
+
+        tensors, buckets = len(self.layout.sizes), self.layout.buckets
+        most, squares = torch.empty(2, buckets, device=self.layout.device).unbind()
+        self.table.launch(ternary_kernel.measure, buckets, most, squares, buckets, self.table.shape)
+        scales = torch.empty(tensors, device=self.layout.device)
+        ternary_kernel.scale[(tensors,)](self.table.table, most, squares, scales, tensors, clip, BLOCK=BLOCK)
+        return scales
+
+    def encode(self, scales: Tensor, seed: int) -> Tensor:
+        """Codes (buckets, bytes) of levels, which are rounded by noise from `seed`."""
+        from shoestring.comm.codecs import ternary_kernel
+
+        buckets = self.layout.buckets
+        codes = torch.empty(buckets, packed_bytes(BUCKET, BITS), dtype=torch.uint8, device=self.layout.device)
+        args = (scales, codes, buckets, self.table.shape, *keys(seed))
+        self.table.launch(ternary_kernel.encode, buckets, *args)
+        return codes
+
+    def decode(self, codes: Tensor, scales: Tensor) -> None:
+        """Replace the gradients by the means over the ranks, of codes (ranks, buckets, bytes)."""
+        from shoestring.comm.codecs import ternary_kernel
+
+        buckets = self.layout.buckets
+        args = (scales, codes, buckets, row_stride(codes), self.table.shape)
+        self.table.launch(ternary_kernel.decode, buckets, *args, RANKS=len(codes))

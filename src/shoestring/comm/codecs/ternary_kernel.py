@@ -1,0 +1,147 @@
+"""The kernels of `ternary`, for devices that Triton compiles for. Import it only where Triton is installed.
+
+Blocks, tables and arguments are those of `bucket_kernel`. A code is a level plus 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shoestring.comm.codecs.bucket_kernel import draw, find, pack, places, read, rounded, unpack, write
+
+
+@triton.jit
+def measure(
+    table: tl.tensor,
+    most: tl.tensor,  # (buckets,)
+    squares: tl.tensor,  # (buckets,)
+    buckets: tl.tensor,
+    tensors: tl.tensor,
+    bucket: tl.tensor,
+    width: tl.tensor,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PER: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """The largest magnitude of each bucket, not finite where an entry is not, and the sum of its squares."""
+    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    mine = mine & (b < buckets)
+    at, there = places(WIDE, PER, width)
+    inside = there & (at < count[:, None, None]) & mine[:, None, None]
+    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
+    largest = tl.max(tl.max(tl.abs(x), 2), 1) + tl.sum(tl.sum(x * 0.0, 2), 1)
+    tl.store(most + b, largest, mask=mine)
+    tl.store(squares + b, tl.sum(tl.sum(x * x, 2), 1), mask=mine)
+
+
+@triton.jit
+def scale(
+    table: tl.tensor,
+    most: tl.tensor,
+    squares: tl.tensor,
+    scales: tl.tensor,  # (tensors,)
+    tensors: tl.tensor,
+    clip: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The largest magnitude of each tensor, but at most `clip` standard deviations about zero; one program a tensor."""
+    tensor = tl.program_id(0)
+    starts = table + 3 * (tensors + 1) + tensor
+    b, last = tl.load(starts), tl.load(starts + 1)
+    largest, wrong, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    while b < last:
+        at = b + tl.arange(0, BLOCK)
+        found = tl.load(most + at, mask=at < last, other=0.0)
+        largest = tl.maximum(largest, found)
+        wrong += found * 0.0
+        total += tl.load(squares + at, mask=at < last, other=0.0)
+        b += BLOCK
+    entries = tl.load(table + 2 * (tensors + 1) + tensor).to(tl.float32)
+    sigma = tl.sqrt_rn(tl.div_rn(tl.sum(total, 0), entries))
+    tl.store(scales + tensor, tl.minimum(tl.max(largest, 0), clip * sigma) + tl.sum(wrong, 0))
+
+
+@triton.jit
+def encode(
+    table: tl.tensor,
+    scales: tl.tensor,  # (tensors,)
+    codes: tl.tensor,  # (buckets, width), uint8
+    buckets: tl.tensor,
+    tensors: tl.tensor,
+    bucket: tl.tensor,
+    width: tl.tensor,
+    one: tl.tensor,
+    other: tl.tensor,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PER: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """Levels -1, 0 and 1 of all entries, rounded at random; zeros where the scale is zero or not finite."""
+    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    mine = mine & (b < buckets)
+    at, there = places(WIDE, PER, width)
+    inside = there & (at < count[:, None, None]) & mine[:, None, None]
+    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
+    s = tl.load(scales + tensor)
+    usable = (s > 0) & (s <= 3.4028234663852886e38)
+    inverse = tl.div_rn(tl.zeros_like(s) + 1.0, tl.where(usable, s, 1.0))
+    usable = usable & (inverse <= 3.4028234663852886e38)
+    q = tl.where(usable[:, None, None], x * inverse[:, None, None], 0.0)
+    q = tl.minimum(tl.maximum(q, -2.0), 2.0)  # before it is rounded, which holds for small numbers alone
+    q = rounded((q + draw(b[:, None, None] * bucket + at, one, other)) + 0.00000762939453125)
+    byte = tl.arange(0, WIDE)[None, :]
+    packed = pack(tl.where(there, tl.minimum(tl.maximum(q, -1.0), 1.0), -1.0), 2, 1, 0, PER)
+    tl.store(codes + b[:, None] * width + byte, packed, mask=(byte < width) & mine[:, None])
+
+
+@triton.jit
+def decode(
+    table: tl.tensor,
+    scales: tl.tensor,  # (tensors,)
+    codes: tl.tensor,  # (ranks, buckets, width), uint8, `stride` from one rank to the next
+    buckets: tl.tensor,
+    stride: tl.tensor,
+    tensors: tl.tensor,
+    bucket: tl.tensor,
+    width: tl.tensor,
+    RANKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PER: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """g = the mean over the ranks of levels, times the scale."""
+    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    mine = mine & (b < buckets)
+    at, there = places(WIDE, PER, width)
+    inside = there & (at < count[:, None, None]) & mine[:, None, None]
+    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    byte = tl.arange(0, WIDE)[None, :]
+    stored = (byte < width) & mine[:, None]
+    total = tl.zeros([ROWS, PER, WIDE], tl.float32)
+    for rank in range(RANKS):
+        behind = (tl.zeros_like(b) + rank) * stride + b * width
+        total += unpack(tl.load(codes + behind[:, None] + byte, mask=stored, other=0), 2, 1, 0, PER)
+    s = tl.load(scales + tensor)
+    share = tl.div_rn(s, tl.zeros_like(s) + RANKS)
+    write(table, tensor, begin, at, inside, whole, total * share[:, None, None], TYPE, ALIGNED)
