@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ from torch.optim import AdamW
 from torch.utils.data import TensorDataset
 
 from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.differences.difference import StepContent
+from shoestring.checkpoint.format.tree import encode as encode_tree
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
@@ -40,37 +47,122 @@ def samples() -> TensorDataset:
     return TensorDataset(*(torch.cat([batch[name] for batch in batches]) for name in ("inputs", "targets")))
 
 
-def job_of(folder: str, features: list[Encoded], *, total: int, statistics: bool = False, **settings: Any) -> Job:
+def job_of(
+    folder: str, features: list[Encoded], *, total: int, statistics: bool = False, lr: float = 1e-2, **settings: Any
+) -> Job:
     """The tiny task with dropout under some features and differential checkpoints."""
     world, place = here(), Path(folder)
     given = {"memory_every": 4, "peers_every": 0, "disk_every": 0, "differences": 16} | settings
     tiered = Tiered(folder=str(place / "checkpoints"), memory=str(place / "memory"), **given)
     model = WithStatistics(jobs.tiny(0.1)) if statistics else jobs.tiny(0.1)
-    optimizer = lambda parameters: AdamW(parameters, lr=1e-2)  # noqa: E731
-    job = Job(model, optimizer=optimizer, progress=Progress(total=total), world=replace(world))
+    job = Job(model, optimizer=partial(AdamW, lr=lr), progress=Progress(total=total), world=replace(world))
     return compose(job, [*map(decode, features), tiered])
 
 
 def train(
-    *, folder: str, features: list[Encoded], steps: int, resume: bool = False, total: int = 100, **settings: Any
+    *,
+    folder: str,
+    features: list[Encoded],
+    steps: int,
+    resume: bool | str = False,
+    total: int = 100,
+    fault: str = "",
+    told: int = 1_000,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train up to a step, as if the process was killed then; what there was at the start and at the end."""
-    with closing(job_of(folder, features, total=total, **settings)) as job:
+    """Train up to a step, as if the process was killed then; what there was at the start and at the end.
+
+    Args:
+        resume: True for "auto"; or from where.
+        fault: what is wrong with the replay.
+        told: from this step on, the state after each is told as well.
+    """
+    with FAULTS[fault](), closing(job_of(folder, features, total=total, **settings)) as job:
         torch.manual_seed(1000 + job.world.rank)
         loader = Loader(samples(), batch=4, rank=job.world.rank, size=job.world.size, accumulate=2, seed=1)
         job.keep("loader", loader)
         assert job.restore is not None
-        began = job.restore("auto") if resume else None
-        first, losses = everything(job), []
-        for micro in loader:
-            if job.progress.step == steps:
-                break
+        began = job.restore(resume if isinstance(resume, str) else "auto") if resume else None
+        first, losses, each = everything(job), [], {}
+        batches = iter(loader)
+        while job.progress.step < steps:
+            micro = next(batches)
             losses.append(float(job.step(*({"inputs": x, "targets": y} for x, y in micro))))
+            if job.progress.step >= told:
+                each[job.progress.step] = everything(job)
         facts = {name: value for name, value in job.trace.facts.items() if name.startswith("checkpoint")}
-        return {"began": began, "first": first, "last": everything(job), "losses": losses, "facts": facts}
+        last = everything(job)
+        return {"began": began, "first": first, "last": last, "each": each, "losses": losses, "facts": facts}
 
 
 def everything(job: Job) -> dict[str, Any]:
-    """Digests of tensors, and the rest of what survives."""
-    names = ("progress", "random", "comm")
-    return digests(job) | {name: str(job.kept[name].state.state_dict()) for name in names if name in job.kept}
+    """Digests of all that survives."""
+    names = ("progress", "random", "comm", "loader")
+    return digests(job) | {name: small(job.kept[name].state.state_dict()) for name in names if name in job.kept}
+
+
+def small(state: Mapping[str, Any]) -> str:
+    """A state of numbers and small tensors in words."""
+    tensors: dict[str, Tensor] = {}
+    tree = encode_tree(state, "", tensors)
+    return hashlib.sha256(
+        json.dumps([tree, {name: each.tolist() for name, each in tensors.items()}]).encode()
+    ).hexdigest()
+
+
+@contextmanager
+def other_average() -> Iterator[None]:
+    """On the second rank, replay a step of which one byte is another, although its checksum fits."""
+
+    def step(self: StepContent, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+        if header["step"] == 14 and here().rank == 1:
+            tensors = dict(tensors)
+            tensors["average 0.0"] = tensors["average 0.0"].clone()
+            tensors["average 0.0"].view(-1)[:1000] += 1
+        return before(self, header, tensors)
+
+    before, StepContent.step = StepContent.step, step
+    try:
+        yield
+    finally:
+        StepContent.step = before
+
+
+@contextmanager
+def forgotten_states() -> Iterator[None]:
+    """Leave the states that no optimizer makes as the checkpoint has them."""
+    before, StepContent.finish = StepContent.finish, lambda *_: None
+    try:
+        yield
+    finally:
+        StepContent.finish = before
+
+
+FAULTS = {"": nullcontext, "other average": other_average, "forgotten states": forgotten_states}
+
+
+def cells_of(path: Path) -> dict[int, int]:
+    """By step, where the cell of the step's difference begins in a ring's file of 16 cells."""
+    cells, size = struct.unpack("<8sIIQ", path.read_bytes()[:24])[2:]
+    assert cells == 16
+    return {step: 4096 + step % cells * size for step in (13, 14, 15)}
+
+
+def ring_of(folder: str, rank: int) -> Path:
+    """The file with the differences of a rank of the only host."""
+    (path,) = Path(folder, "memory").glob(f"*/*/host-0/steps-{rank}.ring")
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def on_disk(folder: str, step: int) -> list[str]:
+    """The folders of checkpoints of a step."""
+    return [str(path) for path in Path(folder, "checkpoints").glob(f"step-{step:08d}-*")]

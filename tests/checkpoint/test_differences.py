@@ -6,6 +6,12 @@ import differing_ranks
 import pytest
 
 from shoestring import comm, optim, parallel
+from shoestring.checkpoint import Tiered
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.testing import jobs
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 
@@ -28,13 +34,17 @@ CASES = {
     "schedule-free": [parallel.DDP(), comm.Quantize(bits=8), optim.ScheduleFree()],
     "SGD, LAWA": [parallel.DDP(), comm.Quantize(bits=8), optim.SGD(momentum=0.9), optim.LAWA(every=2)],
 }
-QUICK = {"four bits", "before the step"}
+QUICK = {("four bits", True), ("before the step", False)}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    ("name", "statistics"),
+    [
+        pytest.param(name, statistics, marks=() if (name, statistics) in QUICK else pytest.mark.slow)
+        for name in CASES
+        for statistics in (False, True)
+    ],
 )
-@pytest.mark.parametrize("statistics", [False, True], ids=["", "BatchNorm"])
 def test_a_run_that_was_killed_repeats_no_step(pool, tmp_path, name, statistics):
     """Also when it is killed a second time, before there is another checkpoint."""
     given = {"features": [encode(feature) for feature in CASES[name]], "statistics": statistics}
@@ -49,3 +59,134 @@ def test_a_run_that_was_killed_repeats_no_step(pool, tmp_path, name, statistics)
         assert between["began"] == 15 and between["first"] == before["last"]
         assert after["began"] == 16 and after["first"] == between["last"]
         assert after["losses"] == whole["losses"][16:] and after["last"] == whole["last"]
+
+
+# -- what is damaged, or is not what it was ---------------------------------------------------------------------------
+
+FOUR_BITS = [encode(parallel.DDP()), encode(comm.Quantize(bits=4))]
+
+
+class Struck:
+    """A run of two ranks that was killed after step 15; its newest checkpoint is of step 12."""
+
+    def __init__(self, pool, folder):
+        self.pool, self.folder = pool, str(folder)
+        self.trained(15)
+
+    def trained(self, steps, **more):
+        given = {"folder": self.folder, "features": FOUR_BITS} | more
+        return self.pool.call(differing_ranks.train, steps=steps, **given)
+
+    def resumed(self, **more):
+        """(step, state of each rank) of a start that trains nothing."""
+        ranks = self.trained(0, resume=True, **more)
+        (began,) = {rank["began"] for rank in ranks}
+        return began, [rank["first"] for rank in ranks]
+
+
+@pytest.fixture
+def struck(pool, tmp_path):
+    return Struck(pool, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def states(pool, tmp_path_factory):
+    """By step, the state of each rank of a run that was not killed."""
+    folder = str(tmp_path_factory.mktemp("through"))
+    ranks = pool.call(differing_ranks.train, folder=folder, features=FOUR_BITS, steps=15, told=12)
+    return {step: [rank["each"][str(step)] for rank in ranks] for step in (12, 13, 14, 15)}
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_damaged_on_one_rank_ends_the_replay_on_all(struck, states, rank):
+    """In the averages of step 15, then in the header of step 14, then in the mark of step 13."""
+    path = differing_ranks.ring_of(struck.folder, rank)
+    cells = differing_ranks.cells_of(path)
+    assert struck.resumed() == (15, states[15])
+    for step, inside in ((15, 20_000), (14, 40), (13, 0)):
+        differing_ranks.flip(path, cells[step] + inside)
+        assert struck.resumed() == (step - 1, states[step - 1])
+
+
+@pytest.mark.slow
+def test_a_step_that_comes_out_differently_on_one_rank_is_trained_again(struck, states):
+    """One byte of an average was changed together with its checksum: the weights after the step tell."""
+    assert struck.resumed(fault="other average") == (13, states[13])
+
+
+@pytest.mark.slow
+def test_a_replay_that_forgets_a_state_is_noticed(struck, states):
+    began, ranks = struck.resumed(fault="forgotten states")
+    assert began == 15 and ranks != states[15]
+    assert {
+        name for rank, whole in zip(ranks, states[15], strict=True) for name in rank if rank[name] != whole[name]
+    } >= {"progress", "random", "loader"}
+
+
+@pytest.mark.slow
+def test_steps_under_another_learning_rate_are_not_replayed(struck, states):
+    """Rates are of the run file, not of the checkpoint, and so what is replayed would be another run."""
+    assert struck.resumed(lr=2e-2) == (12, states[12])
+    assert struck.resumed() == (12, states[12])  # for the run was continued from there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [comm.Quantize(bits=8), comm.Quantize(bits=4, parts=3), comm.Dense()])
+def test_what_another_codec_exchanged_is_not_replayed(struck, other):
+    assert struck.resumed(features=[FOUR_BITS[0], encode(other)])[0] == 12
+
+
+@pytest.mark.slow
+def test_whoever_goes_back_gets_that_step(struck, states):
+    """A checkpoint that is named is resumed as it is; and what came after it is no part of the run any more."""
+    struck.trained(15, folder=struck.folder, resume=True, disk_every=4)
+    struck.trained(17, resume=True, disk_every=4)
+    (newest,) = differing_ranks.on_disk(struck.folder, 16)
+    ranks = struck.trained(0, resume=newest)
+    assert {rank["began"] for rank in ranks} == {16}
+    assert struck.resumed()[0] == 16
+
+
+@pytest.mark.slow
+def test_a_ring_of_another_number_of_cells_is_read_and_then_replaced(struck, states):
+    assert struck.resumed(differences=32) == (15, states[15])
+    assert struck.trained(19, resume=True, differences=32)[0]["began"] == 15
+    assert struck.resumed(differences=8)[0] == 19
+
+
+# -- what cannot be replayed ------------------------------------------------------------------------------------------
+
+
+def refused(*features: Feature, **settings) -> ConfigError:
+    """How a job of two ranks is refused, before anything is taken."""
+    given = {"differences": 8, "memory_every": 4} | settings
+    job = Job(jobs.tiny(), world=World(rank=0, size=2))
+    job.features = (*features, Tiered(**given))
+    with pytest.raises(ConfigError) as caught:
+        job.features[-1].check(job)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("features", "named"),
+    [
+        ([parallel.DDP()], "no codec"),
+        ([parallel.DDP(), comm.PowerSGD()], "comm.powersgd"),
+        ([parallel.DDP(), comm.Quantize(bits=4, feedback=True)], "comm.quantize"),
+        ([parallel.DDP(), comm.BF16(select="knapsack", budget_kb=3)], "comm.bf16"),
+        ([parallel.DDP(), comm.TernGrad()], "comm.terngrad"),
+        ([comm.LocalSGD()], "comm.localsgd"),
+        ([parallel.FSDP(), comm.Quantize()], "parallel.fsdp"),
+        ([parallel.DDP(), comm.Quantize(), optim.AdaScale()], "optim.adascale"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_by_name(features, named):
+    error = refused(*features)
+    assert "checkpoint.tiered.differences" in str(error) and named in str(error)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"differences": 1}, {"differences": -4}, {"differences": 7}, {"memory_every": 0}, {"memory_every": 5}]
+)
+def test_settings_that_leave_a_gap_are_refused(settings):
+    refused(parallel.DDP(), comm.Quantize(), **settings)

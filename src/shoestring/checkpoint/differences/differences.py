@@ -44,7 +44,7 @@ class Differences:
 
     def __init__(self, job: Job, averages: KeptAverages, slot: Slot, group: RankGroup, steps: int) -> None:
         self.job, self.group = job, group
-        self.content, self.ring = StepContent(job, averages), Ring(slot, steps)
+        self.content, self.ring = StepContent(job, averages), Ring(slot, steps, self._lease)
         self.form = f"{crc32(averages.averages_form.encode()):08x} {job.world.size}"
         self.replayed = 0
         """Steps that this start did not have to train again."""
@@ -64,24 +64,30 @@ class Differences:
     def record(self, checkpoint: CheckpointId, loss: Tensor | None) -> None:
         """Keep the difference of the step just done, which leads to a checkpoint of that name."""
         began, basis, self._basis = time.perf_counter(), self._basis, None
+        if reason := budget.called_back(self.job.world.memory, budget.DIFFERENCES):
+            self.ring.close(reason)
+            self.job.world.memory.give(budget.DIFFERENCES)
         with span("difference", "copy") as marked:
             described = None if basis is None else self.content.describe(basis)
-            if described is None or self._refused(loss):
+            if described is None or self.ring.refused or not self._finite(loss):
                 return
             header, tensors = described
             about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
             marked.nbytes = self.ring.write(about | header, tensors)
-        self._says(self.ring.slot.lacking)
+        self._says(self.ring.refused or self.ring.slot.lacking)
         self.nbytes += marked.nbytes
         self.seconds += time.perf_counter() - began
 
-    def _refused(self, loss: Tensor | None) -> bool:
-        """Whether the step must not be continued: an accelerator does steps with a loss that is not finite."""
-        return loss is not None and not math.isfinite(float(loss))
+    def _lease(self, nbytes: int) -> str:
+        return budget.lacking(self.job.world.memory, budget.DIFFERENCES, 1, nbytes)
+
+    def _finite(self, loss: Tensor | None) -> bool:
+        """Whether the step may be continued: an accelerator does steps with a loss that is not finite."""
+        return loss is None or math.isfinite(float(loss))
 
     def _says(self, lacking: str) -> None:
         if lacking and lacking != self._lacking:
-            log.warning("differences do not outlive this process: %s", lacking)
+            log.warning("no steps to replay after a failure: %s; checkpoints are made as before", lacking)
         self._lacking = lacking
 
     # -- replaying ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ class Ring:
     Args:
         slot: names the file, and maps it; in memory of this process alone where the host's has no room.
         cells: number of differences to keep.
+        lease: (bytes) -> why the host's memory has no room for so many; empty where it has.
     """
 
-    def __init__(self, slot: Slot, cells: int) -> None:
-        self.slot, self.cells = slot, cells
+    def __init__(self, slot: Slot, cells: int, lease: Callable[[int], str]) -> None:
+        self.slot, self.cells, self.lease = slot, cells, lease
+        self.refused = ""
+        """Why nothing is kept any more."""
         self._size, self._found = 0, cells  # bytes of a cell, and number of cells, as the file has them
         self._room: Tensor | None = None
 
@@ -71,7 +74,7 @@ class Ring:
             return None
         magic, mark, length, nbytes = _CELL.unpack(cell[: _CELL.size].numpy().tobytes())
         body = cell[_CELL.size : _CELL.size + nbytes]
-        if magic != MAGIC or not length <= nbytes <= len(cell) - _CELL.size or crc32(body.numpy().data) != mark:
+        if magic != MAGIC or not 0 < length <= nbytes == len(body) or crc32(body.numpy().data) != mark:
             return None
         header = json.loads(body[:length].numpy().tobytes())
         if header["step"] != step:
@@ -83,7 +86,7 @@ class Ring:
         }
 
     def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Put a difference in the place of the oldest one; its bytes.
+        """Put a difference in the place of the oldest one; its bytes, 0 if there is no room.
 
         Args:
             header: JSON; its `step` is the difference's.
@@ -102,7 +105,8 @@ class Ring:
         nbytes = first + end
         self._lay_out(_CELL.size + nbytes)
         cell = self._cell(header["step"])
-        assert cell is not None
+        if cell is None:
+            return 0
         cell[: _CELL.size] = 0
         body = cell[_CELL.size : _CELL.size + nbytes]
         body[:first] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -121,9 +125,12 @@ class Ring:
 
     def _lay_out(self, nbytes: int) -> None:
         """Make cells of at least so many bytes; what was in smaller ones, or in another number of them, is gone."""
-        if self._room is not None and nbytes <= self._size and self._found == self.cells:
+        if self.refused or (self._room is not None and nbytes <= self._size and self._found == self.cells):
             return
         self._size, self._found = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
+        if reason := self.lease(_PAGE + self.cells * self._size):
+            self.close(reason)
+            return
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
         self._room[:_PAGE] = 0
         for step in range(self.cells):
@@ -134,7 +141,7 @@ class Ring:
         described = _FILE.pack(MAGIC, crc32(described), self.cells, self._size)
         self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
 
-    def close(self) -> None:
-        """Remove it."""
-        self._room = None
+    def close(self, reason: str = "") -> None:
+        """Remove it; with a reason, nothing is kept from now on."""
+        self._room, self.refused = None, reason
         self.slot.close()
