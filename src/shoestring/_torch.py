@@ -44,6 +44,10 @@ foreach_sub_ = torch._foreach_sub_
 
 foreach_sub = torch._foreach_sub
 
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+"""(tensors, found, factor): multiply each by the 0-d tensor `factor` in place; `found` (1,) becomes 1 where an entry
+is not finite. In one pass over memory, without waiting for the device."""
+
 
 def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:
     """What losses are multiplied by in this step, without waiting for the device."""
@@ -54,6 +58,7 @@ def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:
 cslt_compress = torch._cslt_compress
 cslt_sparse_mm = torch._cslt_sparse_mm
 cslt_sparse_mm_search = torch._cslt_sparse_mm_search
+sparse_semi_structured_tile = torch._sparse_semi_structured_tile
 
 # torch 2.13 gave them these names, and warns of those before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -28,6 +28,25 @@ def test_at_most_two_of_four_are_left(array, call):
     assert torch.equal(estimate.sign() * x.sign(), estimate.sign().abs())  # no sign turns, and no zero grows
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_small_entries_beside_a_large_one(place):
+    """Their sum vanishes from that of all four; beside a gradient of 1, those of 1e-10 share one place."""
+    x = torch.full((4, 1), 1e-10)
+    x[place], x[place - 1] = 1.0, 2e-10
+    draws = mvue(x.expand(4, 65536).contiguous(), key())
+    assert ((draws != 0).sum(0) == 2).all()
+    assert (draws[place] == 1).all()
+    assert draws.mean(1) == pytest.approx(x[:, 0], rel=0.03)
+
+
+def test_no_draw_keeps_a_third_entry(monkeypatch):
+    """At the largest number there is, sums round up to the next whole one."""
+    x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(6)).abs()
+    largest = torch.full((1024, 64), 1 - 2.0**-24)
+    monkeypatch.setattr("shoestring.sparse.mvue.uniforms", lambda *_: largest)
+    assert ((mvue(x, key()) != 0).unflatten(0, (-1, 4)).sum(1) <= 2).all()
+
+
 @settings(deadline=None)
 @given(arrays.arrays("float64", 4, elements=st.floats(0.25, 4, width=16)))
 def test_variance_is_the_least_there_is(array):

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoestring.core.feature import Phase, Seam
+from shoestring.sparse import feed_forward, semi_structured
 from shoestring.sparse.mvue import next_key
-from shoestring.sparse.product import product
+from shoestring.sparse.operands import SparseOperand
+from shoestring.sparse.product import SparseUnits, on_units, product
 from shoestring.sparse.report import MaskMetrics
 from shoestring.sparse.shards import why_apart
 
@@ -42,6 +45,12 @@ class SparseMethod(Protocol):
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
         """What the layer computes with, with gradients to all of `weight`."""
+        ...
+
+    def pruned(
+        self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the layer computes with, without gradients; see `operands.Pruning`."""
         ...
 
     def start(self) -> None:
@@ -80,21 +89,35 @@ class SparseLayers:
         self.calls: dict[str, Tensor] = {}  # forward passes of each layer so far, by which draws differ
         self.numbers = {name: number for number, name in enumerate(self.choice.sparse)}
         self.place = job.world.index_over(job.data_axes)
+        self.operands: dict[str, SparseOperand] = {}  # where there are sparse units
+        self.units: dict[str, SparseUnits] = {}
+        self.fused_first: set[str] = set()  # layers before an activation that is fused
+        self.fused_last: set[str] = set()
 
     def patch(self) -> None:
         for name, layer in self.choice.sparse.items():
             self.method.prepare(name, layer.weight)
             self.calls[name] = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
             self.job.patch(layer, partial(self.forward, name, layer))
+        if semi_structured.available(self.job.world.device):
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Fuse the activations of feed-forward layers, and let their products read and write by columns."""
+        for name, found in feed_forward.find(self.job.module, self.choice.sparse):
+            self.job.patch(found.module, found.forward())
+            prefix = f"{name}." if name else ""
+            self.fused_first |= {prefix + each for each in found.first}
+            self.fused_last.add(prefix + found.last)
 
     def forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         if self.method.dense or name in self.choice.dense:
             return F.linear(x, layer.weight, layer.bias)
-        weight = self.method.weight(name, layer.weight)
+        units = self.units.get(name) if self.method.two_four and on_units(x, layer.weight) else None
+        weight = layer.weight if units else self.method.weight(name, layer.weight)
         key = self.key(name) if self.settings.mvue and torch.is_grad_enabled() else None
         groups = -(-(x.numel() // x.shape[-1]) // 4)
-        along = (1 + self.settings.rows_too) if self.method.two_four else 0
-        return product(x, weight, layer.bias, key, first=self.place * groups, fp8=self.method.fp8, sparse_along=along)
+        return product(x, weight, layer.bias, key, first=self.place * groups, fp8=self.method.fp8, units=units)
 
     def key(self, name: str) -> Tensor:
         """Another one for every layer and forward pass."""
@@ -110,9 +133,24 @@ class SparseLayers:
             self.method.start()
         alike = all(axis in job.replicas for axis in job.data_axes if job.world.axes.get(axis, 1) > 1)
         job.keep(self.settings.name, self, across="same" if alike else "own")  # replicas that train alone differ
+        if semi_structured.available(job.world.device):
+            self._prepare_units()
         job.at(Phase.FORWARD, self.method.before_step)
+        job.at(Phase.FORWARD, self._forget_operands)  # masks are others
+        job.at(Phase.GRAD, self._forget_operands)  # weights will be
         job.at(Phase.GRAD, self.method.before_update)
         job.at(Phase.CAPTURE, MaskMetrics(job, self.choice, self.method).read)
+
+    def _prepare_units(self) -> None:
+        for name in self.choice.sparse:
+            whole = not isinstance(self.job.trained[f"{name}.weight"], DTensor)
+            prune = partial(self.method.pruned, name)
+            operand = self.operands[name] = SparseOperand(prune, both=self.settings.rows_too, remembered=whole)
+            self.units[name] = SparseUnits(operand.number, name in self.fused_first, name in self.fused_last)
+
+    def _forget_operands(self) -> None:
+        for operand in self.operands.values():
+            operand.forget()
 
     def _leave_dense(self, name: str, why: str) -> None:
         log.warning("sparse: `%s` stays dense: %s", name, why)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.sparse import kernels
 from shoestring.sparse.calibration import Search
 from shoestring.sparse.masks import greedy_mask, prune, row_mask, torch_default_mask, transposable_mask
 from shoestring.sparse.product import Pruned, pack, unpack
@@ -28,6 +29,16 @@ ALL = 255  # a byte of a mask that keeps everything
 def pruned(weight: Tensor, packed: Tensor) -> Tensor:
     """The weight with zeros where its packed mask has them."""
     return prune(weight, unpack(packed.to(weight.device), weight.shape[1]))
+
+
+def pruned_forms(
+    weight: Tensor, packed: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """See `operands.Pruning`; of a packed mask."""
+    if kernels.usable(weight):
+        return kernels.pruned(weight.contiguous(), packed, dtype, straight=straight, transposed=transposed)
+    left = pruned(weight, packed).to(dtype)
+    return left if straight else None, left.t().contiguous() if transposed else None
 
 
 class Masks:
@@ -60,6 +71,11 @@ class Masks:
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
         return Pruned.apply(weight, self.masks[name])
+
+    def pruned(
+        self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return pruned_forms(weight, self.masks[name], dtype, straight=straight, transposed=transposed)
 
     def start(self) -> None:
         self._refresh()

@@ -5,14 +5,16 @@ Everything is an autograd function of torch's operations, which torch.compile tr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.sparse.mvue import mvue
-from shoestring.sparse.semi_structured import times, times_transposed, usable
+from shoestring.sparse.mvue import mvue, mvue_by_columns
+from shoestring.sparse.operands import times_weight
+from shoestring.sparse.semi_structured import times, usable
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -74,30 +76,66 @@ def rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """inputs (…, columns), weight (rows, columns) -> (…, rows): in 8 bits, with a weight gradient of draws, and on the
-    sparse units of a GPU where an operand is 2:4."""
+    """inputs (…, columns), weight (rows, columns) -> (…, rows): in 8 bits, or with a weight gradient of draws."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool, sparse_along: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool) -> Tensor:
         if fp8:
             x, weight = rounded(x, FORWARD), rounded(weight, FORWARD)
         ctx.save_for_backward(x, weight, *(() if key is None else (key,)))
-        ctx.first, ctx.fp8, ctx.draws, ctx.sparse_along = first, fp8, key is not None, sparse_along
-        return times_transposed(x, weight) if sparse_along else F.linear(x, weight)
+        ctx.first, ctx.fp8, ctx.draws = first, fp8, key is not None
+        return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
         x, weight, *key = ctx.saved_tensors
         of_weight = grad.flatten(0, -2)
         if ctx.draws:
             of_weight = mvue(of_weight, key[0], first=ctx.first)
         if ctx.fp8:
             grad, of_weight = rounded(grad, BACKWARD), rounded(of_weight, BACKWARD)
-        of_input = times_transposed(grad, weight.t()) if ctx.sparse_along == 2 else grad @ weight
-        times_inputs = times if ctx.draws else torch.mm
-        return of_input, times_inputs(of_weight.t(), x.flatten(0, -2)), None, None, None, None
+        return grad @ weight, of_weight.t() @ x.flatten(0, -2), None, None, None
+
+
+@dataclass(frozen=True)
+class SparseUnits:
+    """How a layer's products run on the sparse units of a GPU."""
+
+    operand: int
+    """The number of its `operands.SparseOperand`."""
+    outputs_by_columns: bool = False
+    """The layout of its output, for an activation that is fused."""
+    inputs_by_columns: bool = False
+    """The layout of its input's gradient."""
+
+
+class UnitProduct(torch.autograd.Function):
+    """As `Product`, on sparse units, of the dense weight, which is all that is saved of it for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool, operand: int,
+        outputs_by_columns: bool, inputs_by_columns: bool,
+    ) -> Tensor:  # fmt: skip
+        flat = x.flatten(0, -2)
+        flat = rounded(flat, FORWARD) if fp8 else flat
+        ctx.save_for_backward(flat, weight, *(() if key is None else (key,)))
+        ctx.first, ctx.fp8, ctx.operand, ctx.by_columns = first, fp8, operand, inputs_by_columns
+        ctx.shape = x.shape[:-1]
+        return times_weight(flat, weight, operand, False, outputs_by_columns).unflatten(0, ctx.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, weight, *key = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        transposed = mvue_by_columns(grad, key[0], ctx.first) if key else grad.t()
+        if ctx.fp8:
+            grad, transposed = rounded(grad, BACKWARD), rounded(transposed, BACKWARD)
+        of_weight = (times if key else torch.mm)(transposed, x).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, *[None] * 6
+        of_input = times_weight(grad, weight, ctx.operand, True, ctx.by_columns)
+        return of_input.unflatten(0, ctx.shape), of_weight, *[None] * 6
 
 
 def product(
@@ -108,19 +146,35 @@ def product(
     *,
     first: int = 0,
     fp8: bool = False,
-    sparse_along: int = 0,
+    units: SparseUnits | None = None,
 ) -> Tensor:
-    """The output of a linear layer of `weight`.
+    """The output of a linear layer of `weight`: of the sparse one, or with `units` of the dense one that is trained.
 
     Args:
         key: of `mvue.draw_key`; None computes the gradient of the weight from the whole gradient of the output.
         first: the number of the first group of four tokens, where other ranks have those before.
-        sparse_along: in how many directions the weight is 2:4: 0, 1 (in its rows) or 2 (in its columns as well).
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if key is None and not fp8 and not (sparse_along and usable(x, weight)):
+    if dtype := autocast_dtype(x):
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        weight = weight if units else weight.to(dtype)
+    if units is not None:
+        layouts = units.outputs_by_columns, units.inputs_by_columns
+        y = UnitProduct.apply(x, weight, key, first, fp8, units.operand, *layouts)
+    elif key is not None or fp8:
+        y = Product.apply(x, weight, key, first, fp8)
+    else:
         return F.linear(x, weight, bias)
-    y = Product.apply(x, weight, key, first, fp8, sparse_along)
     return y if bias is None else y + bias
+
+
+def on_units(x: Tensor, weight: Tensor) -> bool:
+    """Whether a layer's products are of a type and of sizes for sparse units; by what a compiled graph knows."""
+    dtype = autocast_dtype(x)
+    same = dtype is not None or x.dtype == weight.dtype
+    return same and x.dim() > 1 and usable(dtype or weight.dtype, weight.shape, weight.device)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has products of `x` computed in; None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

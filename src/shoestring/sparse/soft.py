@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.sparse import kernels
 from shoestring.sparse.masks import row_mask
-from shoestring.sparse.product import Shrinking, pack, shrink
+from shoestring.sparse.product import FORWARD, Shrinking, pack, rounded, shrink
 from shoestring.sparse.shards import local, summed
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ class Shrunk:
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
         return Shrinking.apply(weight, self.scales[name])
+
+    def pruned(
+        self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        scale = self.scales[name]
+        left = kernels.shrunk(weight, scale, dtype) if kernels.usable(weight) else (shrink(weight) * scale).to(dtype)
+        left = rounded(left, FORWARD) if self.fp8 else left
+        return left if straight else None, left.t().contiguous() if transposed else None
 
     def start(self) -> None:
         """The scales, from the weights that training starts with; ranks have the same ones by now."""

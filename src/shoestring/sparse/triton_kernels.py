@@ -81,20 +81,27 @@ def mvue_kernel(
     rows: tl.tensor,
     columns: tl.tensor,
     first: tl.tensor,
-    BLOCK: tl.constexpr,
+    x_row: tl.tensor,  # strides
+    x_column: tl.tensor,
+    estimate_row: tl.tensor,
+    estimate_column: tl.tensor,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
-    """One group of four rows, at BLOCK columns: see `mvue.mvue`."""
-    group = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = (group * 4).to(tl.int64) * columns + column
-    inside = column < columns
-    a = tl.load(x + at, mask=inside & (group * 4 < rows), other=0.0).to(tl.float32)
-    b = tl.load(x + at + columns, mask=inside & (group * 4 + 1 < rows), other=0.0).to(tl.float32)
-    c = tl.load(x + at + 2 * columns, mask=inside & (group * 4 + 2 < rows), other=0.0).to(tl.float32)
-    d = tl.load(x + at + 3 * columns, mask=inside & (group * 4 + 3 < rows), other=0.0).to(tl.float32)
-    total = tl.abs(a) + tl.abs(b) + tl.abs(c) + tl.abs(d)
-    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    unit = tl.maximum(tl.minimum(total - largest, total / 2), 1.1754943508222875e-38)
+    """GROUPS groups of four rows, at COLUMNS columns: see `mvue.mvue`."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row, inside = (group * 4).to(tl.int64), column < columns
+    there = x + row * x_row + column.to(tl.int64) * x_column
+    a = tl.load(there, mask=inside & (row < rows), other=0.0).to(tl.float32)
+    b = tl.load(there + x_row, mask=inside & (row + 1 < rows), other=0.0).to(tl.float32)
+    c = tl.load(there + 2 * x_row, mask=inside & (row + 2 < rows), other=0.0).to(tl.float32)
+    d = tl.load(there + 3 * x_row, mask=inside & (row + 3 < rows), other=0.0).to(tl.float32)
+    high, low = tl.maximum(tl.abs(a), tl.abs(b)), tl.minimum(tl.abs(a), tl.abs(b))
+    higher, lower = tl.maximum(tl.abs(c), tl.abs(d)), tl.minimum(tl.abs(c), tl.abs(d))
+    others = low + lower + tl.minimum(high, higher)
+    total = others + tl.maximum(high, higher)
+    unit = tl.maximum(tl.minimum(others, total / 2), 1.1754943508222875e-38)
     number = ((group + first) * columns + column).to(tl.uint32, bitcast=True)
     word = mixed(
         mixed(number ^ tl.load(key).to(tl.uint32, bitcast=True)) ^ tl.load(key + 1).to(tl.uint32, bitcast=True)
@@ -103,11 +110,14 @@ def mvue_kernel(
     reach_a = tl.minimum(tl.abs(a) / unit, 1.0)
     reach_b = reach_a + tl.minimum(tl.abs(b) / unit, 1.0)
     reach_c = reach_b + tl.minimum(tl.abs(c) / unit, 1.0)
-    before_b, before_c, before_d = tl.floor(reach_a + u), tl.floor(reach_b + u), tl.floor(reach_c + u)
-    store(estimate + at, a, unit, before_b, inside & (group * 4 < rows))
-    store(estimate + at + columns, b, unit, before_c - before_b, inside & (group * 4 + 1 < rows))
-    store(estimate + at + 2 * columns, c, unit, before_d - before_c, inside & (group * 4 + 2 < rows))
-    store(estimate + at + 3 * columns, d, unit, 2.0 - before_d, inside & (group * 4 + 3 < rows))
+    before_b = tl.minimum(tl.floor(reach_a + u), 2.0)
+    before_c = tl.minimum(tl.floor(reach_b + u), 2.0)
+    before_d = tl.minimum(tl.floor(reach_c + u), 2.0)
+    there = estimate + row * estimate_row + column.to(tl.int64) * estimate_column
+    store(there, a, unit, before_b, inside & (row < rows))
+    store(there + estimate_row, b, unit, before_c - before_b, inside & (row + 1 < rows))
+    store(there + 2 * estimate_row, c, unit, before_d - before_c, inside & (row + 2 < rows))
+    store(there + 3 * estimate_row, d, unit, 2.0 - before_d, inside & (row + 3 < rows))
 
 
 @triton.jit
@@ -115,3 +125,63 @@ def store(where: tl.tensor, x: tl.tensor, unit: tl.tensor, crossed: tl.tensor, i
     """Write an entry's estimate: 0, or its magnitude over its probability, with its sign."""
     magnitude = tl.maximum(tl.abs(x), unit) * crossed
     tl.store(where, tl.where(x < 0, -magnitude, tl.where(x > 0, magnitude, 0.0)), mask=inside)
+
+
+@triton.jit
+def prune_kernel(
+    weight: tl.tensor,  # (rows, columns)
+    mask: tl.tensor,  # (rows, columns / 8, rounded up), of bits
+    straight: tl.tensor,  # (rows, columns)
+    transposed: tl.tensor,  # (columns, rows)
+    rows: tl.tensor,
+    columns: tl.tensor,
+    weight_row: tl.tensor,  # its stride
+    mask_row: tl.tensor,
+    STRAIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A square of the weight with zeros where the mask has them, as it lies, transposed, or both."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    value = tl.load(weight + row * weight_row + column, mask=inside, other=0.0)
+    byte = tl.load(mask + row * mask_row + column // 8, mask=inside, other=0).to(tl.int32)
+    kept = ((byte >> (column % 8).to(tl.int32)) & 1) != 0
+    if STRAIGHT:
+        left = tl.where(kept, value, 0.0).to(straight.dtype.element_ty)
+        tl.store(straight + row * columns + column, left, mask=inside)
+    if TRANSPOSED:
+        left = tl.where(kept, value, 0.0).to(transposed.dtype.element_ty)
+        tl.store(transposed + column * rows + row, left, mask=inside)
+
+
+@triton.jit
+def shrink_kernel(
+    weight: tl.tensor,  # (4 groups,)
+    scale: tl.tensor,  # (1,)
+    shrunk: tl.tensor,  # (4 groups,)
+    groups: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Scale times what is left of each group when its third largest magnitude is taken off; see `product.shrink`."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    a = tl.load(weight + 4 * group, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(weight + 4 * group + 1, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(weight + 4 * group + 2, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(weight + 4 * group + 3, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.maximum(tl.minimum(tl.abs(a), tl.abs(b)), tl.minimum(tl.abs(c), tl.abs(d)))
+    upper = tl.minimum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    third = tl.minimum(lower, upper)
+    by = tl.load(scale).to(tl.float32)
+    store_left(shrunk + 4 * group, a, third, by, inside)
+    store_left(shrunk + 4 * group + 1, b, third, by, inside)
+    store_left(shrunk + 4 * group + 2, c, third, by, inside)
+    store_left(shrunk + 4 * group + 3, d, third, by, inside)
+
+
+@triton.jit
+def store_left(where: tl.tensor, x: tl.tensor, third: tl.tensor, by: tl.tensor, inside: tl.tensor) -> None:
+    left = (x - tl.minimum(tl.maximum(x, -third), third)) * by
+    tl.store(where, left.to(where.dtype.element_ty), mask=inside)
