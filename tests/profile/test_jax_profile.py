@@ -10,6 +10,7 @@ import pytest
 from shoestring.cli import main
 from shoestring.profile import load, profiled
 from shoestring.profile.jax_calls import Compilations
+from shoestring.profile.jax_collector import JaxCollector
 from shoestring.profile.jax_programs import parse_program
 from shoestring.profile.jax_windows import Dispatch, Executed, Window
 from shoestring.profile.lines import by_line
@@ -80,6 +81,26 @@ def test_what_xla_adds_has_the_lines_of_what_uses_it():
     assert (convolution.name, convolution.backward) == ("convolution", True)
     assert copy.name == "copy"
     assert parse_program("HloModule empty\n").operations == {}
+
+
+def test_of_a_module_only_the_computations_are_read_that_have_instructions_that_ran():
+    everything, ran = parse_program(MODULE), parse_program(MODULE, ["dot.2"])
+    assert set(everything.operations) - set(ran.operations) == {"back.1", "tanh.1"}
+    assert ran.operations.items() <= everything.operations.items()
+    assert "x.1" in parse_program(MODULE, ["x.1"]).operations, "a parameter does not run, but this one was seen"
+    assert parse_program(MODULE, ["of_another_module"]).operations == {}
+
+
+def test_recording_waits_until_what_it_took_is_within_the_budget():
+    collector = JaxCollector(budget=0.1)
+    collector.first = time.perf_counter() - 100
+    assert collector._affordable(here=0.9, everywhere=10.0)
+    assert not collector._affordable(here=1.1, everywhere=10.0), "of the processor time that the program itself took"
+    assert not collector._affordable(here=11.0, everywhere=1000.0), "many threads do not make more time"
+    collector.learning = 0.3
+    assert collector._affordable(here=1.1, everywhere=10.0), "reading what was compiled is done once"
+    collector.operations = 200_000
+    assert not collector._affordable(here=1.1, everywhere=10.0), "the program takes time for each event, too"
 
 
 def executed(run, start, module="jit_f"):
@@ -192,16 +213,33 @@ def test_two_calls_of_one_jitted_function_are_told_apart_and_nearly_all_of_its_t
 
 
 @pytest.mark.slow
+def test_functions_of_one_name_are_told_apart():
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+
+    collector = JaxCollector(budget=1.0)
+    first = jax.jit(lambda x: jnp.tanh(x) + 1)  # first
+    second = jax.jit(lambda x: jnp.tanh(x) + 2)  # second
+    x = jnp.ones(100_000)
+    collector.start()
+    until(lambda: (first(x), second(x)) and collector.windows >= 3)
+    collector.finish()
+    assert collector.failure == ""
+    own = Path(__file__).read_text().splitlines()
+    places = {place for _, operation, _ in collector.totals for place in operation.frames}
+    lines = {own[line - 1].rpartition("# ")[2] for name, line in places if name.startswith(f"{__file__}\t")}
+    assert {"first", "second"} <= lines
+
+
+@pytest.mark.slow
 def test_memory_is_bounded_and_jitted_functions_are_called_as_before(program):
     import jax
-
-    from shoestring.profile.jax_collector import JaxCollector
 
     kind = type(jax.jit(len))
     before = kind.__flags__, kind.__call__
     rows = []
     for seconds in (1.0, 3.0):
-        collector, began = JaxCollector(), time.perf_counter()
+        collector, began = JaxCollector(budget=1.0), time.perf_counter()
         collector.start()
         while time.perf_counter() - began < seconds:
             program[1]["run"](20)

@@ -1,7 +1,8 @@
 """Records JAX programs: short windows of JAX's own profiler, folded into the call tree as they come.
 
 Nothing is done before the program imports jax, and little between windows. What is kept is one row of numbers for
-each operation of each line, however long the run. A window costs what `jax.profiler` costs without its Python tracer.
+each operation of each line, however long the run. What a window costs grows with the operations that run in it, so
+their number decides how long windows are, and what they have cost so far when the next may come.
 """
 
 from __future__ import annotations
@@ -25,18 +26,26 @@ from shoestring.profile.tree import NodeKind, TreeBuilder
 
 log = logging.getLogger("shoestring")
 
-WINDOW = 0.25
-"""Seconds of a window; longer ones follow where nothing was seen to begin and end."""
+SHORTEST, LONGEST = 0.02, 4.0
+"""Seconds of a window: of the first, and at most. Windows double where nothing was seen to begin and end."""
 
-LONGEST_WINDOW = 4.0
+OPERATIONS = 1000
+"""Operations that run in a window, as it is meant to be."""
+
+FITS = 20.0
+"""Seconds of a window for each second of a usual operation: one that is cut off by an end of it is not seen."""
 
 PAUSE = 0.1
-"""Seconds between windows, as a part of the time since the first: many at first, ever fewer later."""
+"""Seconds between windows at least, as a part of the time since the first: many at first, ever fewer later."""
 
 LONGEST_PAUSE = 10.0
 
-COST = 0.2
-"""What a window adds to a program's time, as a part of the window's, taken high: what a budget is divided by."""
+BUDGET = 0.04
+"""What recording may add to a program's processor time, where nobody says; reading what was compiled, once, counts
+not."""
+
+EVENT = 2e-6
+"""Processor seconds that the program itself takes for an operation that is recorded, with the events beside it."""
 
 _COMPILES = re.compile(r"/jax/_src/(pjit|stages|compiler|compilation_cache)\.py\t|/jax/_src/interpreters/")
 
@@ -62,19 +71,21 @@ class JaxCollector(threading.Thread):
 
     Args:
         share: part of the time that windows may take.
-        budget: part of the program's time that recording may add.
+        budget: part of the program's processor time that recording may add.
     """
 
     def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
         super().__init__(name="shoestring-profile-jax", daemon=True)
-        share = min(share, 1.0 if budget is None else budget / COST)
-        self.gap = 1 / share - 1  # seconds without a window for each second of one
+        self.gap = 1 / min(share, 1.0) - 1  # seconds without a window for each second of one
+        self.budget = BUDGET if budget is None else budget
         self.ending, self.hurry = threading.Event(), threading.Event()
         self.sites, self.programs = CallSites(), Programs()
         self.compilations: Compilations | None = None
         self.totals: dict[Key, Numbers] = defaultdict(Numbers)
         self.usual: dict[str, list[int]] = {}
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
+        self.operations, self.learning = 0, 0.0
+        """Operations seen in all windows, and processor seconds in which compiled programs were read."""
         self.failure = ""
 
     @contextmanager
@@ -105,15 +116,35 @@ class JaxCollector(threading.Thread):
         import jax
 
         self.first = self.last = time.perf_counter()
-        length = WINDOW
+        length, spent, began = SHORTEST, time.thread_time(), time.process_time()
         while not self.ending.is_set():
             try:
                 seen = self._take_window(length)
             except jax.errors.JaxRuntimeError:  # the program's own profiler came in between
                 seen = False
-            length = WINDOW if seen else min(2 * length, LONGEST_WINDOW)
-            pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE) if seen else 0.01
+            pause = 0.01
+            if seen:
+                pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE)
+                own = sum(numbers.own for numbers in self.totals.values())
+                usual = sum(numbers.squares for numbers in self.totals.values()) / max(own, 1.0) / 1e9
+                fitting = max(OPERATIONS * self.covered / self.operations, FITS * usual)
+                length = min(max(fitting, length / 2, SHORTEST), 2 * length, LONGEST)
+            else:
+                length = min(2 * length, LONGEST)
             self.ending.wait(max(pause, self.gap * length))
+            while not self._affordable(time.thread_time() - spent, time.process_time() - began):
+                if self.ending.wait(0.05):
+                    return
+
+    def _affordable(self, here: float, everywhere: float) -> bool:
+        """Whether what was spent is within the budget.
+
+        Args:
+            here: processor seconds of this thread.
+            everywhere: of the process, which has waited if they are fewer than have passed, and many threads if more.
+        """
+        spent = here - self.learning + self.operations * EVENT
+        return spent <= self.budget * min(everywhere - spent, time.perf_counter() - self.first)
 
     def finish(self) -> None:
         """End; the window that is open counts."""
@@ -136,10 +167,11 @@ class JaxCollector(threading.Thread):
         from jax._src import profiler  # the public functions write files, and a second form of all events
 
         if profiler._profile_state.profile_session is not None:  # the program's own
-            self.ending.wait(WINDOW)
+            self.ending.wait(0.25)
             return False
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
+        options.enable_hlo_proto = False  # every program there is, in each window
         with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:
             session = new_session(options)
             began = time.perf_counter()
@@ -154,10 +186,13 @@ class JaxCollector(threading.Thread):
                 self.covered += ended - began
             return False
         clients = {device.client for device in jax.devices()}
+        began_learning = time.thread_time()
         self.programs.learn(window.executed, [each for client in clients for each in client.live_executables()])
+        self.learning += time.thread_time() - began_learning
         self._add(window)
         self.windows += 1
         self.covered += ended - began
+        self.operations += len(window.executed)
         return True
 
     @contextmanager

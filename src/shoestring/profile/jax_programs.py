@@ -8,20 +8,23 @@ Frames are those of whoever had the function traced first, so what is above the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$", re.MULTILINE)
 _NAMED = re.compile(r'^(\d+) "(.*)"$')
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.<>\-]+) (?:\(.*)?(?:->.*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.<>\-]+) (?:\(.*)?(?:->.*)?\{$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = .*", re.MULTILINE)
 _OPCODE = re.compile(r"[\])}] ([a-z][\w\-]*)\(([^()]*)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"(?:[^}]*?stack_frame_id=(\d+))?')
 _CALLS = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _JITTED = re.compile(r"\bp?jit\(([^()]*)\)")
+
+_NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
+"""Opcodes of instructions that only say where something is."""
 
 _FARTHEST = 64  # instructions that are looked at for one that says nothing
 
@@ -58,37 +61,65 @@ class _Raw:
     frame: int
     calls: str
     operands: list[str]
-    parameter: int
-    """Which one of its computation's, of a parameter; otherwise -1."""
 
 
-@dataclass
 class _Module:
-    """Instructions by name, with what uses them, in the computations that they are in."""
+    """Instructions by name, in the computations that they are in; their lines are read as far as somebody asks."""
 
-    raw: dict[str, _Raw] = field(default_factory=dict)
-    members: dict[str, list[str]] = field(default_factory=dict)
-    users: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    """Names of users, and as which operand."""
+    def __init__(self, text: str) -> None:
+        self.text = text
+        heads = list(_COMPUTATION.finditer(text))
+        ends = [*(head.start() for head in heads[1:]), len(text)] if heads else []
+        self.blocks = {head[1]: (head.end(), end) for head, end in zip(heads, ends, strict=True)}
+        """Where the lines of each computation are."""
+        self.lines: dict[str, str] = {}
+        self.within: dict[str, str] = {}
+        """The computation of each instruction."""
+        self._members: dict[str, list[str]] = {}
+        self._raw: dict[str, _Raw] = {}
+        self._naming: dict[str, dict[str, list[str]]] = {}
+        """By computation and name, the instructions whose lines have the name."""
 
-    def add(self, line: str, computation: str) -> None:
-        found = _INSTRUCTION.match(line)
-        if found is None:
-            return
-        metadata, opcode, calls = _METADATA.search(line), _OPCODE.search(line), _CALLS.search(line)
-        kind, arguments = (opcode[1], opcode[2]) if opcode else ("", "")
-        operands = _OPERAND.findall(arguments)
-        self.raw[found[2]] = _Raw(
-            kind,
-            metadata[1] if metadata else "",
-            int(metadata[2] or 0) if metadata else 0,
-            calls[1] if calls else "",
-            operands,
-            int(arguments) if kind == "parameter" and arguments.isdigit() else -1,
-        )
-        self.members.setdefault(computation, []).append(found[2])
-        for position, operand in enumerate(operands):
-            self.users.setdefault(operand, []).append((found[2], position))
+    def members(self, computation: str) -> list[str]:
+        """The instructions of a computation, in their order."""
+        if computation not in self._members:
+            start, end = self.blocks.get(computation, (0, 0))
+            found = {each[1]: each[0] for each in _INSTRUCTION.finditer(self.text, start, end)}
+            self.lines |= found
+            self.within |= dict.fromkeys(found, computation)
+            self._members[computation] = list(found)
+        return self._members[computation]
+
+    def computation(self, instruction: str) -> str:
+        """The one that an instruction is in; empty if there is no such instruction."""
+        if found := re.search(rf"^ +(?:ROOT )?%?{re.escape(instruction)} = ", self.text, re.MULTILINE):
+            return next(name for name, (start, end) in self.blocks.items() if start <= found.start() < end)
+        return ""
+
+    def raw(self, name: str) -> _Raw:
+        if name not in self._raw:
+            line = self.lines[name]
+            metadata, opcode, calls = _METADATA.search(line), _OPCODE.search(line), _CALLS.search(line)
+            kind, arguments = (opcode[1], opcode[2]) if opcode else ("", "")
+            self._raw[name] = _Raw(
+                kind,
+                metadata[1] if metadata else "",
+                int(metadata[2] or 0) if metadata else 0,
+                calls[1] if calls else "",
+                _OPERAND.findall(arguments),
+            )
+        return self._raw[name]
+
+    def users(self, name: str) -> list[tuple[str, int]]:
+        """Instructions of the same computation that it is an operand of, and as which."""
+        computation = self.within.get(name, "")
+        if computation not in self._naming:
+            naming = self._naming[computation] = {}
+            for each in self.members(computation):
+                for named in _OPERAND.findall(self.lines[each]):
+                    naming.setdefault(named, []).append(each)
+        users = dict.fromkeys(self._naming[computation].get(name, ()))
+        return [(each, n) for each in users for n, operand in enumerate(self.raw(each).operands) if operand == name]
 
     def origin(self, name: str) -> _Raw:
         """The instruction that says where this one comes from: itself, or if it does not say, the nearest that does.
@@ -100,65 +131,62 @@ class _Module:
             waiting, seen = [name], {name}
             while waiting and len(seen) < _FARTHEST:
                 found = waiting.pop(0)
-                if self.raw[found].frame:
-                    return self.raw[found]
+                if self.raw(found).frame:
+                    return self.raw(found)
                 if inside := self._inside(found):
                     return inside
                 new = [each for each in nearer(found) if each not in seen]
                 seen.update(new)
                 waiting += new
-        return self.raw[name]
+        return self.raw(name)
+
+    def _fused(self, name: str) -> list[str]:
+        """What is in a fusion; of other instructions nothing."""
+        own = self.raw(name)
+        return self.members(own.calls) if own.opcode == "fusion" else []
 
     def _inside(self, name: str) -> _Raw | None:
-        members = self.members.get(self.raw[name].calls, ()) if self.raw[name].opcode == "fusion" else ()
-        return next((self.raw[each] for each in reversed(members) if self.raw[each].frame), None)
+        telling = (each for each in reversed(self._fused(name)) if "stack_frame_id=" in self.lines[each])
+        return next((self.raw(each) for each in telling), None)
 
     def _users_of(self, name: str) -> list[str]:
         """What uses a result; of fusions, what uses it in there."""
         found = []
-        for user, position in self.users.get(name, ()):
-            members = self.members.get(self.raw[user].calls, ()) if self.raw[user].opcode == "fusion" else ()
-            within = [each for each in members if self.raw[each].parameter == position]
-            found += [*(inner for each in within for inner, _ in self.users.get(each, ())), user]
+        for user, position in self.users(name):
+            within = [each for each in self._fused(user) if f" parameter({position})" in self.lines[each]]
+            found += [*(inner for each in within for inner, _ in self.users(each)), user]
         return found
 
     def _operands_of(self, name: str) -> list[str]:
-        return [each for each in self.raw[name].operands if each in self.raw]
+        return [each for each in self.raw(name).operands if each in self.lines]
 
 
-def parse_program(text: str) -> CompiledProgram:
-    """The operations of a module, from the text that XLA prints of it."""
-    lines = text.split("\n")
-    name = re.match(r"HloModule ([^\s,]+)", lines[0])
+def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
+    """The operations of a module, from the text that XLA prints of it.
+
+    Args:
+        ran: instructions that ran, in the same computations as all that may run. Others, which are most of a large
+            module, are what fusions contain, and are not read; if none are named, all are.
+    """
+    name = re.match(r"HloModule ([^\s,]+)", text)
     program = CompiledProgram(name[1] if name else "")
-    tables, start = _tables(lines)
-    module, computation = _Module(), ""
-    for line in lines[start:]:
-        if line.startswith(" "):
-            module.add(line, computation)
-        elif found := _COMPUTATION.match(line):
-            computation = found[1]
-    frames = _frames(tables)
-    for instruction, own in module.raw.items():
-        program.operations[instruction] = _operation(own, module.origin(instruction), frames)
+    module, frames = _Module(text), _frames(_tables(text))
+    missing, read = set(ran), [] if ran else list(module.blocks)
+    while missing:
+        computation = module.computation(missing.pop())
+        missing.difference_update(module.members(computation))
+        read.append(computation)
+    for instruction in (each for computation in read for each in module.members(computation)):
+        own = module.raw(instruction)
+        if own.opcode not in _NOTHING or instruction in ran:
+            program.operations[instruction] = _operation(own, module.origin(instruction), frames)
     return program
 
 
-def _tables(lines: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """The lines of each table, and where what follows them begins."""
-    tables: dict[str, list[str]] = {}
-    table, end = None, 1
-    for number, line in enumerate(lines):
-        if _TABLE.match(line):
-            table = tables.setdefault(line, [])
-        elif not line:
-            table = None
-        elif table is not None:
-            table.append(line)
-            end = number + 1
-        elif tables:
-            break
-    return tables, end
+def _tables(text: str) -> dict[str, list[str]]:
+    """The lines of each table."""
+    found = _TABLE.finditer(text)
+    return {each[1]: text[each.end() + 1 : text.find("\n\n", each.end())].split("\n") for each in found}
 
 
 def _frames(tables: Mapping[str, Sequence[str]]) -> dict[int, Frames]:

@@ -11,9 +11,13 @@ from typing import Any
 
 from shoestring.profile.jax_calls import ANNOTATION
 from shoestring.profile.jax_programs import CompiledProgram, Operation, parse_program
+from shoestring.profile.protobuf import fields
 
 _EXECUTE = re.compile(r"LoadedExecutable::Execute(?:HelperOnSingleDevice|$)")
 _JITTED = re.compile(r"PjitFunction\((.*)\)$")
+
+_UNWANTED = ("end: ", "Threadpool", "ThunkExecutor", "Wait for", "$")
+"""How the names of events begin that tell nothing here."""
 
 _RECENT = 64  # calls of a function whose places are remembered
 
@@ -112,8 +116,11 @@ def read_window(planes: Iterable[Any]) -> Window:
 def _read_line(events: Iterable[Any], device: bool, window: Window) -> None:
     open_calls: list[tuple[float, str, int]] = []  # end, name, place
     running: list[Executed] = []
-    for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
-        name, start, duration = event.name, event.start_ns, event.duration_ns
+    wanted = [(name, event) for event in events if not (name := event.name).startswith(_UNWANTED)]  # most are not
+    timed = [(event.start_ns, -event.duration_ns, number) for number, (_, event) in enumerate(wanted)]
+    for start, negative, number in sorted(timed):
+        name, event = wanted[number]
+        duration = -negative
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if jitted := _JITTED.match(name):
@@ -123,7 +130,7 @@ def _read_line(events: Iterable[Any], device: bool, window: Window) -> None:
             if open_calls:
                 window.dispatched.append(Dispatch(start, *open_calls[-1][1:]))
             continue
-        if not name.startswith(ANNOTATION) and (name.startswith(("end: ", "Threadpool", "$")) or not duration):
+        if not duration and not name.startswith(ANNOTATION):
             continue
         facts = dict(event.stats)
         if name.startswith(ANNOTATION):
@@ -144,32 +151,41 @@ class Programs:
     """Compiled programs by the number that the profiler gives them."""
 
     known: dict[int, CompiledProgram] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
-    """Programs by the identity of the executable."""
 
     def learn(self, executed: Sequence[Executed], executables: Iterable[Any]) -> None:
         """Read the tables of programs that ran and are not known yet, as far as their executables still live."""
         wanted: dict[int, tuple[str, set[str]]] = {}
         for each in executed:
-            if each.program not in self.known:
+            if each.program not in self.known or each.name not in self.known[each.program].operations:
                 wanted.setdefault(each.program, (each.module, set()))[1].add(each.name)
         if not wanted:
             return
-        modules = {module for module, _ in wanted.values()}
-        parsed: list[CompiledProgram] = []
-        for executable in executables:
-            for module in executable.hlo_modules():
-                if module.name in modules:
-                    parsed.append(parse_program(module.to_string()))
-        for number, (module, names) in wanted.items():
-            fitting = [each for each in parsed if each.name == module and names <= each.operations.keys()]
-            if fitting:
-                self.known[number] = fitting[-1]
+        modules = [module for executable in executables for module in executable.hlo_modules()]
+        for number, (name, ran) in wanted.items():
+            named = [module for module in modules if module.name == name]
+            if len(named) > 1:  # such as all that are called lambda
+                own = [module for module in named if _number(module.as_serialized_hlo_module_proto()) == number]
+                named = own or named
+            parsed = (parse_program(module.to_string(), ran) for module in reversed(named))
+            found = next((each for each in parsed if ran <= each.operations.keys()), CompiledProgram(name))
+            operations = self.known.setdefault(number, found).operations
+            operations |= {each: _unknown(each) for each in ran} | found.operations
         while len(self.known) > MOST_PROGRAMS:
             del self.known[next(iter(self.known))]
 
     def operation(self, each: Executed) -> Operation:
         """What an instruction does; of a program that is gone, what its name says."""
         program = self.known.get(each.program)
-        found = program.operations.get(each.name) if program else None
-        return found or Operation(re.sub(r"[.\d]+$", "", each.name), (), -1, backward=False)
+        return (program.operations.get(each.name) if program else None) or _unknown(each.name)
+
+
+def _unknown(name: str) -> Operation:
+    return Operation(re.sub(r"[.\d]+$", "", name), (), -1, backward=False)
+
+
+def _number(module: bytes) -> int:
+    """The id of an HloModuleProto, which is what the profiler calls the program by: its field 5."""
+    for number, value in fields(module):
+        if number == 5 and isinstance(value, int):
+            return value
+    return 0
