@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import differing_ranks
 import pytest
 
@@ -10,6 +13,7 @@ from shoestring.checkpoint import Tiered
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job
+from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.testing import jobs
 from shoestring.testing.pool import Pool
@@ -69,9 +73,9 @@ FOUR_BITS = [encode(parallel.DDP()), encode(comm.Quantize(bits=4))]
 class Struck:
     """A run of two ranks that was killed after step 15; its newest checkpoint is of step 12."""
 
-    def __init__(self, pool, folder):
+    def __init__(self, pool, folder, **settings):
         self.pool, self.folder = pool, str(folder)
-        self.trained(15)
+        self.trained(15, **settings)
 
     def trained(self, steps, **more):
         given = {"folder": self.folder, "features": FOUR_BITS} | more
@@ -154,6 +158,47 @@ def test_a_ring_of_another_number_of_cells_is_read_and_then_replaced(struck, sta
     assert struck.resumed(differences=8)[0] == 19
 
 
+# -- from disk --------------------------------------------------------------------------------------------------------
+
+ON_DISK = {"differences": 4, "differences_on": "disk", "memory_every": 2, "disk_every": 6, "keep": 1}
+
+
+@pytest.fixture
+def lost(pool, tmp_path):
+    """A run whose host is lost after step 15: a checkpoint of step 12 is on disk, and differences up to step 14."""
+    struck = Struck(pool, tmp_path / "run", **ON_DISK)
+    shutil.rmtree(tmp_path / "run" / "memory")
+    return struck
+
+
+def test_a_run_whose_host_was_lost_replays_from_disk(lost, states):
+    files = sorted(Path(lost.folder, "checkpoints").glob("steps-*"))
+    assert [(int(path.name[6:14]), int(path.name[15:23])) for path in files] == [(13, 14), (13, 14)]
+    by_rank = {path.name.rpartition("-")[2][0]: path.stat().st_size for path in files}
+    assert by_rank["1"] < by_rank["0"]  # the second rank writes its own states only
+    assert lost.resumed(**ON_DISK) == (14, states[14])
+    ranks = lost.trained(15, resume=True, **ON_DISK)
+    assert [rank["last"] for rank in ranks] == states[15]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_damaged_on_disk_ends_the_replay_on_all_ranks(lost, states, rank):
+    (path,) = Path(lost.folder, "checkpoints").glob(f"steps-*-{rank}.differences")
+    differing_ranks.flip(path, path.stat().st_size - 200)
+    assert lost.resumed(**ON_DISK) == (13, states[13])
+    differing_ranks.flip(path, 100)
+    assert lost.resumed(**ON_DISK) == (12, states[12])
+
+
+@pytest.mark.slow
+def test_nothing_is_left_on_disk_of_a_run_that_ended(pool, tmp_path):
+    features = [encode(parallel.DDP()), encode(comm.Quantize(bits=4))]
+    folder = tmp_path / "run"
+    pool.call(differing_ranks.train, folder=str(folder), features=features, steps=15, total=15, **ON_DISK)
+    assert not [*folder.glob("checkpoints/steps-*")] and not [*folder.rglob("*.ring")]
+
+
 # -- what cannot be replayed ------------------------------------------------------------------------------------------
 
 
@@ -186,7 +231,28 @@ def test_what_cannot_be_replayed_is_refused_by_name(features, named):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"differences": 1}, {"differences": -4}, {"differences": 7}, {"memory_every": 0}, {"memory_every": 5}]
+    "settings",
+    [
+        {"differences": 1},
+        {"differences": -4},
+        {"differences": 7},
+        {"memory_every": 0},
+        {"memory_every": 5},
+        {"differences_on": "disk", "disk_every": 0},
+    ],
 )
 def test_settings_that_leave_a_gap_are_refused(settings):
     refused(parallel.DDP(), comm.Quantize(), **settings)
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_that_no_step_is_repeated_and_what_that_costs(pool, tmp_path):
+    (first, _) = pool.call(differing_ranks.train, folder=str(tmp_path), features=FOUR_BITS, steps=9)
+    trace = Trace(steps=9, facts=first["facts"])
+    told = Tiered().reduction(trace)
+    assert told is not None and (told.used, told.without) == (0, 9) and "MB of differences" in told.cost
+    job = Job(jobs.tiny(), world=World(rank=0, size=2))
+    assert "no step repeated: the newest 8 are replayed" in Tiered(differences=8).explain(job)
+    assert "no step" not in Tiered(differences=8).explain(Job(jobs.tiny(), world=World()))

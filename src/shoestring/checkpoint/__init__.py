@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Phase, Reduction, Seam
+from shoestring.core.feature import DATA, Feature, Phase, Reduction, Seam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +96,10 @@ class Tiered(Feature):
     are replayed on the newest checkpoint, so that no step is trained again. More of them take more memory (the averaged
     gradients in the codec's compact form, each), and let checkpoints be further apart: half as many steps at most. With
     0 none is kept."""
+    differences_on: Literal["memory", "disk"] = "memory"
+    """Place of the differences: in this host's memory only, which survives a killed process; or on disk as well, half
+    as many steps in a file, which survives the loss of all hosts. A checkpoint on disk is then made at least every four
+    times as many steps, and makes the files before it unneeded."""
     overlap: bool = True
     """Copy weights and optimizer state during the next forward and backward pass. Set false if anything but the
     optimizer changes them; training then waits for the copy."""
@@ -149,6 +153,9 @@ class Tiered(Feature):
                 f"`{self.name}.memory_every` is {self.memory_every}, but {self.differences} differences are kept",
                 hint=f'set memory_every = "auto", or at most half as many steps: 1 to {most}',
             )
+        if most and self.differences_on == "disk" and self.disk_every == 0:
+            said = f'`{self.name}.differences_on` is "disk", and no checkpoints that they follow are written there'
+            raise ConfigError(said, hint='set disk_every = "auto"')
         if self.slots < 3 and hosts > 1 and self.peers != "off" and self.peers_every:
             raise ConfigError(
                 f"`{self.name}.slots` must be at least 3 if other hosts keep copies, got {self.slots}",
@@ -163,22 +170,26 @@ class Tiered(Feature):
     def explain(self, job: Job) -> str:
         from shoestring.checkpoint.tiers.save_schedule import CheckpointSchedule
 
-        return CheckpointSchedule(self, job.world.hosts).survives()
+        schedule = CheckpointSchedule(self, job.world.hosts)
+        schedule.replays = self.differences > 0 and job.world.ranks_over(DATA) > 1
+        return schedule.survives()
 
     def reduction(self, trace: Trace) -> Reduction | None:
         steps = trace.steps
         lost = trace.facts.get("checkpoint_steps_at_risk", steps)
         if not 0 < lost < steps:
             return None
+        kept, spent = trace.facts.get("checkpoint_differences", 0.0), trace.facts.get("checkpoint_differing", 0.0)
+        differing = f"; {kept / 1e6:.0f} MB of differences in {spent:.2f} s" if kept else ""
         stalled, copied = trace.facts.get("checkpoint_stall", 0.0), trace.facts.get("checkpoint_bytes", 0.0)
         survived, gone = int(trace.facts.get("checkpoint_failures", 0.0)), trace.facts.get("checkpoint_lost", 0.0)
         failures = f"failures survived: {survived}" + (f", which took {gone:.1f} s" if survived else "")
         return Reduction(
             unit="steps to repeat after a kill, at worst",
-            used=lost,
+            used=0 if kept else lost,
             without=steps,
             measured=True,
-            cost=f"{stalled:.2f} s stalled, {copied / 1e6:.0f} MB copied; {failures}",
+            cost=f"{stalled:.2f} s stalled, {copied / 1e6:.0f} MB copied{differing}; {failures}",
         )
 
 

@@ -46,6 +46,7 @@ def install(job: Job, settings: Tiered) -> None:
     job.keep("checkpoint", checkpointer.schedule)
     if settings.differences:
         checkpointer.differences = _differences(job, checkpointer)
+        checkpointer.schedule.replays = checkpointer.differences is not None
 
     def capture() -> None:
         if job.done:
@@ -73,7 +74,9 @@ def _differences(job: Job, checkpointer: Checkpointer) -> Differences | None:
     if averages is None:
         return None
     slot = Slot(checkpointer.folder / f"{STEPS}-{job.world.local_rank}", checkpointer.files)
-    differences = Differences(job, averages, slot, checkpointer.group, settings.differences)
+    claim, group, steps = checkpointer.claim, checkpointer.group, settings.differences
+    on_disk = settings.differences_on == "disk"
+    differences = Differences(job, averages, slot, claim, group, steps, on_disk=on_disk)
     job.at(Phase.WAIT, differences.begin_step)
     return differences
 

@@ -224,6 +224,9 @@ class Stumble(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
+    def why_not_replayed(self, job: Job) -> str:
+        return ""  # no step will be done
+
     def apply(self, job: Job, seam: Seam) -> None:
         raise PlannedError
 

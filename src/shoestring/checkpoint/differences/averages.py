@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA
+from shoestring.core.feature import DATA, Seam
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def check(job: Job, name: str) -> None:
     for feature in job.features:
         if reason := _refusal(feature, job):
             raise ConfigError(f"`{name}` cannot replay the steps of `{feature.name}`", hint=reason)
-    if not any(hasattr(feature, "why_not_replayed") for feature in job.features):
+    if not any(Seam.WIRE in feature.seams for feature in job.features):
         hint = "add [comm.quantize], or [comm.dense] for exact gradients"
         raise ConfigError(f"`{name}` keeps what a codec exchanges, and no codec is on", hint=hint)
 

@@ -21,6 +21,7 @@ from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tree import decode, encode, root
 from shoestring.core.job import Job
 
+_AVERAGE = "average "
 _SAMPLE = 16  # entries of each tensor that tell whether a replayed step did what the step did
 
 
@@ -86,7 +87,7 @@ class StepContent:
         self.count = self.job.progress.count
         if averages is None or ratio is None:
             return None
-        tensors = {f"average {part}.{n}": each for part, of in enumerate(averages) for n, each in enumerate(of)}
+        tensors = {f"{_AVERAGE}{part}.{n}": each for part, of in enumerate(averages) for n, each in enumerate(of)}
         trees = {}
         for name, kept in self.job.kept.items():
             if kept.across != "shard":
@@ -117,7 +118,7 @@ class StepContent:
         vars(job.progress).update(basis.progress)
         device = job.world.device
         averages = [
-            [tensors[f"average {part}.{n}"].to(device) for n in range(count)]
+            [tensors[f"{_AVERAGE}{part}.{n}"].to(device) for n in range(count)]
             for part, count in enumerate(header["averages"])
         ]
         with self.averages.replayed(averages):
@@ -149,6 +150,11 @@ class StepContent:
         for name, module, key, version in self._buffers:
             if (buffer := getattr(module, key, None)) is not None:
                 yield name, buffer, version
+
+
+def shared(name: str) -> bool:
+    """Whether a tensor of a difference is the same on all ranks."""
+    return name.startswith(_AVERAGE)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shoestring.checkpoint.differences.batches import Batches
 from shoestring.checkpoint.differences.difference import Basis, StepContent
-from shoestring.checkpoint.differences.ring import Ring
+from shoestring.checkpoint.differences.ring import Found, Ring
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import CheckpointId
@@ -23,6 +24,7 @@ from shoestring.core.trace import span
 
 if TYPE_CHECKING:
     from shoestring.checkpoint.differences.averages import KeptAverages
+    from shoestring.checkpoint.tiers.claim import Claim
     from shoestring.checkpoint.tiers.rank_group import RankGroup
     from shoestring.checkpoint.tiers.slots import Slot
 
@@ -39,12 +41,16 @@ class Differences:
 
     Args:
         slot: names the file in this host's memory.
-        steps: number of steps to keep.
+        steps: number of steps to keep in memory.
+        on_disk: write them to disk as well, half as many at once.
     """
 
-    def __init__(self, job: Job, averages: KeptAverages, slot: Slot, group: RankGroup, steps: int) -> None:
-        self.job, self.group = job, group
+    def __init__(
+        self, job: Job, averages: KeptAverages, slot: Slot, claim: Claim, group: RankGroup, steps: int, *, on_disk: bool
+    ) -> None:
+        self.job, self.claim, self.group = job, claim, group
         self.content, self.ring = StepContent(job, averages), Ring(slot, steps, self._lease)
+        self.batches = Batches(claim, self.ring, steps // 2) if on_disk else None
         self.form = f"{crc32(averages.averages_form.encode()):08x} {job.world.size}"
         self.replayed = 0
         """Steps that this start did not have to train again."""
@@ -75,6 +81,9 @@ class Differences:
             about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
             marked.nbytes = self.ring.write(about | header, tensors)
         self._says(self.ring.refused or self.ring.slot.lacking)
+        if self.batches is not None and marked.nbytes:
+            assert self.claim.history is not None
+            self.batches.write(checkpoint, self.claim.history)
         self.nbytes += marked.nbytes
         self.seconds += time.perf_counter() - began
 
@@ -102,10 +111,11 @@ class Differences:
             The steps that were replayed, by the names that checkpoints of them would have.
         """
         began = time.perf_counter()
-        there = self._there(base, history)
+        read = self._reader(history)
+        there = self._there(base, read)
         count = min(self.group.all_gather(len(there)))
         with span("replay", "compute"):
-            done = self._replayed(there[:count])
+            done = self._replayed(there[:count], read)
             agreed = min(self.group.all_gather(done))
             if agreed < count:
                 log.warning(
@@ -113,36 +123,45 @@ class Differences:
                     base.step + agreed + 1,
                 )
                 reload()
-                self._replayed(there[:agreed])
+                self._replayed(there[:agreed], read)
         self.replayed, seconds = agreed, time.perf_counter() - began
         if agreed and self.job.world.first:
             log.info("replayed %d steps after step %d in %.2f s", agreed, base.step, seconds)
         return there[:agreed]
 
-    def _there(self, base: CheckpointId, history: History) -> list[CheckpointId]:
-        """The steps after a checkpoint whose differences this rank has whole, one after the other."""
+    def _reader(self, history: History) -> Callable[[int], Found | None]:
+        """(step) -> its difference, from memory or else from disk; None if none is whole and on the run's line."""
+        places = [self.ring.read] if self.ring.open() else []
+        places += [self.batches.reader(history)] if self.batches is not None else []
+
+        def read(step: int) -> Found | None:
+            found = (place(step) for place in places)
+            return next((each for each in found if each is not None and self._continues(each[0], history)), None)
+
+        return read
+
+    def _continues(self, header: Mapping[str, Any], history: History) -> bool:
+        """Whether a difference is one of this run as its newest start continued it, under the same exchange."""
+        checkpoint = _named(header)
+        return header["form"] == self.form and checkpoint.run == history.run and history.holds(checkpoint)
+
+    def _there(self, base: CheckpointId, read: Callable[[int], Found | None]) -> list[CheckpointId]:
+        """The steps after a checkpoint whose differences this rank has, one after the other."""
         found: list[CheckpointId] = []
-        if not self.ring.open():
-            return found
-        while (read := self.ring.read(base.step + len(found) + 1)) is not None:
-            header, _ = read
-            names = ("step", "start", "uid", "ranks", "local", "run")
-            checkpoint = CheckpointId(**{name: header[name] for name in names})
-            if header["form"] != self.form or checkpoint.run != history.run or not history.holds(checkpoint):
-                break
-            found.append(checkpoint)
+        while (difference := read(base.step + len(found) + 1)) is not None:
+            found.append(_named(difference[0]))
         return found
 
-    def _replayed(self, steps: list[CheckpointId]) -> int:
+    def _replayed(self, steps: list[CheckpointId], read: Callable[[int], Found | None]) -> int:
         """Replay steps, up to the first that did something else than then; how many did not."""
-        last: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        last: Found | None = None
         count = 0
         with self._no_capture():
             for checkpoint in steps:
-                read = self.ring.read(checkpoint.step)
-                if read is None or not self.content.step(*read):
+                difference = read(checkpoint.step)
+                if difference is None or not self.content.step(*difference):
                     break
-                last, count = read, count + 1
+                last, count = difference, count + 1
         self.job.progress.total = self._total
         if last is not None:
             self.content.finish(*last)
@@ -164,6 +183,8 @@ class Differences:
 
     def close(self, *, forget: bool) -> None:
         """Stop; the ring of a run that ended by itself is removed."""
+        if self.batches is not None:
+            self.batches.close(forget=forget)
         if forget:
             self.ring.close()
         self.job.world.memory.give(budget.DIFFERENCES)
@@ -175,3 +196,8 @@ class Differences:
             "checkpoint_differences": float(self.nbytes),
             "checkpoint_differing": self.seconds,
         }
+
+
+def _named(header: Mapping[str, Any]) -> CheckpointId:
+    """The name that a checkpoint after a difference's step would have."""
+    return CheckpointId(**{name: header[name] for name in ("step", "start", "uid", "ranks", "local", "run")})

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import crc32
@@ -26,7 +27,39 @@ _PAGE = 4096
 _SPARE = 64 << 10  # bytes by which a cell is larger than the first difference: states that grow a little
 _KEY = "ring"
 _ALIGNED = 64
+Found = tuple[dict[str, Any], dict[str, Tensor]]
+"""The header of a difference, and its tensors."""
 _MOST = 1 << 44  # bytes of the largest file that is believed
+
+
+class CellPlan:
+    """Where the header and the tensors of a difference go in its bytes."""
+
+    def __init__(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.places = tensors, dict[str, list[Any]]()
+        end = 0
+        for name, tensor in tensors.items():
+            start = -(-end // _ALIGNED) * _ALIGNED
+            end = start + tensor.nbytes
+            self.places[name] = [start, end, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        # The header comes first, and says where tensors lie: it has room for larger numbers than it was measured with.
+        length = len(json.dumps({**header, "places": self.places})) + 24 * len(self.places)
+        self.first = -(-(_CELL.size + length) // _ALIGNED) * _ALIGNED - _CELL.size
+        for place in self.places.values():
+            place[:2] = place[0] + self.first, place[1] + self.first
+        self.text = json.dumps({**header, "places": self.places}).encode().ljust(self.first)
+        self.nbytes = _CELL.size + self.first + end
+
+    def put(self, cell: Tensor) -> None:
+        """Write it to the beginning of some bytes, and its mark last."""
+        cell[: _CELL.size] = 0
+        body = cell[_CELL.size : self.nbytes]
+        body[: self.first] = torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
+        for name, tensor in self.tensors.items():
+            start, stop, *_ = self.places[name]
+            body[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        mark = _CELL.pack(MAGIC, crc32(body.numpy().data), self.first, len(body))
+        cell[: _CELL.size] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
 
 
 class Ring:
@@ -67,23 +100,17 @@ class Ring:
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + cells * size)
         return True
 
-    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def read(self, step: int) -> Found | None:
         """The header of a step's difference, and its tensors, in the ring's memory; None if it is not whole."""
         cell = self._cell(step)
-        if cell is None:
-            return None
-        magic, mark, length, nbytes = _CELL.unpack(cell[: _CELL.size].numpy().tobytes())
-        body = cell[_CELL.size : _CELL.size + nbytes]
-        if magic != MAGIC or not 0 < length <= nbytes == len(body) or crc32(body.numpy().data) != mark:
-            return None
-        header = json.loads(body[:length].numpy().tobytes())
-        if header["step"] != step:
-            return None
-        places = header.pop("places")
-        return header, {
-            name: body[start:stop].view(getattr(torch, dtype)).view(shape)
-            for name, (start, stop, dtype, shape) in places.items()
-        }
+        whole = None if cell is None else next(wholes(cell), None)
+        return None if whole is None else parsed(whole, step)
+
+    def copied(self, step: int) -> Found | None:
+        """As `read`, but copied first, on a thread beside which the ring is written to."""
+        cell = self._cell(step)
+        whole = None if cell is None else next(wholes(cell.clone()), None)
+        return None if whole is None else parsed(whole, step)
 
     def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         """Put a difference in the place of the oldest one; its bytes, 0 if there is no room.
@@ -91,31 +118,13 @@ class Ring:
         Args:
             header: JSON; its `step` is the difference's.
         """
-        places, end = {}, 0
-        for name, tensor in tensors.items():
-            start = -(-end // _ALIGNED) * _ALIGNED
-            end = start + tensor.nbytes
-            places[name] = [start, end, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        # The header comes first, and says where tensors lie: it is as long as it would be with the largest of numbers.
-        length = len(json.dumps({**header, "places": places})) + 24 * len(places)
-        first = -(-(_CELL.size + length) // _ALIGNED) * _ALIGNED - _CELL.size
-        for place in places.values():
-            place[:2] = place[0] + first, place[1] + first
-        text = json.dumps({**header, "places": places}).encode().ljust(first)
-        nbytes = first + end
-        self._lay_out(_CELL.size + nbytes)
+        plan = CellPlan(header, tensors)
+        self._lay_out(plan.nbytes)
         cell = self._cell(header["step"])
         if cell is None:
             return 0
-        cell[: _CELL.size] = 0
-        body = cell[_CELL.size : _CELL.size + nbytes]
-        body[:first] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        for name, tensor in tensors.items():
-            start, stop, *_ = places[name]
-            body[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        mark = _CELL.pack(MAGIC, crc32(body.numpy().data), first, nbytes)
-        cell[: _CELL.size] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
-        return nbytes
+        plan.put(cell)
+        return plan.nbytes
 
     def _cell(self, step: int) -> Tensor | None:
         if self._room is None:
@@ -145,3 +154,34 @@ class Ring:
         """Remove it; with a reason, nothing is kept from now on."""
         self._room, self.refused = None, reason
         self.slot.close()
+
+
+def wholes(data: Tensor) -> Iterator[Tensor]:
+    """The differences at the beginning of some bytes, one after the other, up to the first that is not whole."""
+    while len(data) >= _CELL.size:
+        magic, mark, length, nbytes = _CELL.unpack(data[: _CELL.size].numpy().tobytes())
+        body = data[_CELL.size : _CELL.size + nbytes]
+        if magic != MAGIC or not 0 < length <= nbytes == len(body) or crc32(body.numpy().data) != mark:
+            return
+        end = -(-(_CELL.size + nbytes) // _ALIGNED) * _ALIGNED
+        yield data[: _CELL.size + nbytes]
+        data = data[end:]
+
+
+def joined(differences: Iterable[Tensor]) -> Tensor:
+    """Differences one after the other, as `wholes` takes them apart."""
+    return torch.cat([F.pad(each, (0, -len(each) % _ALIGNED)) for each in differences])
+
+
+def parsed(whole: Tensor, step: int) -> Found | None:
+    """The header of a difference, and its tensors, which share its memory; None if it is of another step."""
+    _, _, length, _ = _CELL.unpack(whole[: _CELL.size].numpy().tobytes())
+    body = whole[_CELL.size :]
+    header = json.loads(body[:length].numpy().tobytes())
+    if header["step"] != step:
+        return None
+    places = header.pop("places")
+    return header, {
+        name: body[start:stop].view(getattr(torch, dtype)).view(shape)
+        for name, (start, stop, dtype, shape) in places.items()
+    }

@@ -41,6 +41,8 @@ class CheckpointSchedule:
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
         self._reach()
+        self.replays = False
+        """Whether the steps after a checkpoint in memory are kept, and replayed after a kill."""
         self.rates = Rates()
         self.lost = 0.0
         """Seconds that failures took, over all starts: from a restored checkpoint to where training resumed."""
@@ -114,6 +116,9 @@ class CheckpointSchedule:
         if self.settings.differences and MEMORY in self.auto:
             most = self.settings.differences // 2
             self.steps[MEMORY] = min(self.steps[MEMORY] or most, most)
+        if self.settings.differences and self.settings.differences_on == "disk" and DISK in self.auto:
+            most = 4 * self.settings.differences  # what is written between two is a few times a checkpoint
+            self.steps[DISK] = min(self.steps[DISK] or most, most)
 
     def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
         on = [level for level in seconds if self.steps[level] or level in self.auto]
@@ -171,13 +176,16 @@ class CheckpointSchedule:
         """What the run will survive, in a line; at what price in steps where that is known."""
         promises = []
         if self.steps[MEMORY]:
-            promises.append(f"a killed process: yes, from memory, {self._often(MEMORY)}")
+            no_step = f"no step repeated: the newest {self.settings.differences} are replayed"
+            promises.append(f"a killed process: yes, from memory, {no_step if self.replays else self._often(MEMORY)}")
         if self.steps[PEERS]:
             copies = self.settings.peers == "copy"
             how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
             promises.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
         if self.steps[DISK]:
-            return "; ".join([*promises, f"all of it lost: yes, from disk, {self._often(DISK)}"])
+            batches = f"and differences, {self.settings.differences // 2} steps at once"
+            often = batches if self.replays and self.settings.differences_on == "disk" else self._often(DISK)
+            return "; ".join([*promises, f"all of it lost: yes, from disk, {often}"])
         return "; ".join([*promises, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
