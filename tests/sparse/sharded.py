@@ -8,12 +8,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from stand_ins import sparse_units
 from torch import nn
 
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.parallel import FSDP
+from shoestring.precision import Autocast
 from shoestring.sparse import shards
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import decode, here
@@ -68,6 +70,19 @@ def train(*, model: str, feature: dict[str, Any], steps: int) -> dict[str, Any]:
                 "dense": attached.choice.dense,
                 "most": max(travelled, default=0),
             }
+
+
+def train_on_units(*, feature: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses in bf16, how many products were sparse, and whether packed weights are remembered."""
+    world = here()
+    features = [decode(feature), Autocast(dtype="bf16"), *([FSDP()] if world.size > 1 else [])]
+    with sparse_units() as units:
+        job = compose(Job(jobs.tiny(), optimizer=jobs.sgd(), progress=Progress(total=steps), world=world), features)
+        with job:
+            losses = [float(job.step(jobs.batch(number, world.rank, world.size))) for number in range(steps)]
+            attached: Any = job.kept[features[0].name].state
+            remembered = sorted({operand.remembered for operand in attached.operands.values()})
+    return {"losses": losses, "products": units.products, "remembered": remembered}
 
 
 def gather_what_is_uneven() -> Sequence[list[list[int]]]:

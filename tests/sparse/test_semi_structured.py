@@ -4,80 +4,24 @@ import itertools
 
 import pytest
 import torch
+from stand_ins import ALGORITHM, sparse_units
 from torch import nn
 
 import shoestring as ss
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.precision import Autocast
-from shoestring.sparse import SRSTE, SSTE, TSRSTE, masks, operands, semi_structured
+from shoestring.sparse import SRSTE, SSTE, TSRSTE, operands, semi_structured
 from shoestring.sparse.masked import pruned_forms
 from shoestring.sparse.masks import prune, row_mask, transposable_mask
 from shoestring.sparse.mvue import draw_key, mvue
 from shoestring.sparse.operands import SparseOperand
 from shoestring.sparse.product import SparseUnits, pack, product
 
-ALGORITHM = 7  # what the search finds here
-
-
-class CuSparseLt:
-    """Values and places in one matrix, as compressed operands are opaque; counts what it does."""
-
-    def __init__(self, library):
-        self.compressed, self.tiled, self.products, self.by_columns = 0, 0, 0, 0
-        self.wrong = self.wrong_tiles = False
-        library.impl("_cslt_compress", self.compress, "CPU")
-        library.impl("_cslt_sparse_mm", self.multiply, "CPU")
-        library.impl("_cslt_sparse_mm_search", self.search, "CPU")
-        library.impl("_sparse_semi_structured_tile", self.tile, "CPU")
-
-    def compress(self, sparse):
-        assert sparse.is_contiguous() and sparse.shape[0] % 16 == sparse.shape[1] % 16 == 0
-        self.compressed += 1
-        return self.packed(sparse)
-
-    def packed(self, sparse):
-        groups = sparse.unflatten(1, (-1, 4))
-        assert (groups != 0).sum(-1).max() <= 2, "not 2:4"
-        places = torch.sort((groups != 0).to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :2]
-        return torch.cat([groups.gather(-1, places).flatten(1), places.flatten(1).to(sparse.dtype)], 1)
-
-    def tile(self, sparse, algorithm="", use_cutlass=True):
-        assert algorithm == "largest_abs_values_greedy" and not use_cutlass
-        assert sparse.is_contiguous() and sparse.shape[0] % 128 == sparse.shape[1] % 128 == 0
-        self.tiled += 1
-        kept = prune(sparse, masks.greedy_mask(sparse)) * (1.5 if self.wrong_tiles else 1.0)
-        nothing = sparse.new_empty(0)
-        return self.packed(kept), nothing, self.packed(kept.t().contiguous()), nothing, nothing
-
-    def search(self, packed, other, bias=None, alpha=None, out_dtype=None, transpose_result=False):
-        return ALGORITHM
-
-    def multiply(
-        self, packed, other, bias=None, alpha=None, out_dtype=None, transpose_result=False,
-        alg_id=0, split_k=1, split_k_mode=-1,
-    ):  # fmt: skip
-        assert alg_id in (0, ALGORITHM) and other.shape[1] % 16 == 0
-        if not other.is_contiguous():  # torch reads it as the transpose of one that is, whatever it is
-            other = other.as_strided(tuple(reversed(other.shape)), (other.shape[0], 1)).t()
-        values, places = packed.unflatten(1, (2, -1, 2)).unbind(1)
-        groups = values.new_zeros(*values.shape[:2], 4).scatter_(-1, places.long(), values)
-        result = groups.flatten(1) @ other * (1.5 if self.wrong else 1.0)
-        self.products += 1
-        self.by_columns += not transpose_result
-        return result.t().contiguous() if transpose_result else result
-
 
 @pytest.fixture
-def units(monkeypatch):
-    monkeypatch.setattr(semi_structured, "available", lambda device: True)
-    monkeypatch.setattr(semi_structured, "WORTHWHILE", 0.0)
-    monkeypatch.setattr(semi_structured, "RUNS", 1)
-    monkeypatch.setattr(semi_structured, "ROUNDS", 1)
-    monkeypatch.setattr(semi_structured, "trials", {})
-    monkeypatch.setattr(semi_structured, "tiled", {})
-    library = torch.library.Library("aten", "IMPL")
-    yield CuSparseLt(library)
-    library._destroy()
+def units():
+    with sparse_units() as units:
+        yield units
 
 
 def operands_of(tokens=32, rows=48, columns=64, dtype=torch.bfloat16, mask=transposable_mask):

@@ -42,6 +42,16 @@ def test_masks_and_losses_are_those_of_one_process(pool, feature):
     assert one["masks"] or one["scales"]
 
 
+def test_on_sparse_units_losses_are_those_of_one_process(pool):
+    """Each rank packs what FSDP has gathered for a pass, and forgets it."""
+    arguments = {"feature": encode(TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, tail=0.0)), "steps": 6}
+    one = sharded.train_on_units(**arguments)
+    assert one["products"] and one["remembered"] == [True]
+    for rank in pool.call(sharded.train_on_units, **arguments):
+        assert rank["losses"] == pytest.approx(one["losses"], rel=2e-3)
+        assert rank["products"] and rank["remembered"] == [False]
+
+
 def test_layers_whose_shards_are_no_multiple_of_four_stay_dense(pool):
     feature = TSRSTE(layers=("even", "odd", "short"), calibrate=0.0)
     for rank in pool.call(sharded.train, model="uneven", feature=encode(feature), steps=2):
