@@ -239,6 +239,19 @@ def test_a_job_computes_with_them_under_autocast(units, feature, products):
     assert [after - before for before, after in itertools.pairwise(counts)] == [products] * 2
 
 
+def test_the_report_says_which_products_are_sparse_and_what_is_fused(units):
+    job = ss.Job(Net(), forward=lambda model, batch: model(batch), loss=squares, optimizer=sgd, total=26)
+    with ss.compose(job, [SRSTE(), Autocast(dtype="bf16")]) as job:
+        for _ in range(26):
+            job.step(torch.randn(32, 16) / 8)
+        tables = {item.title: item for item in SRSTE().report_items(job.trace)}
+    rows = tables["Products on sparse units"].rows
+    assert sorted(row[0] for row in rows) == ["16 x 32, 32 columns", "32 x 16, 32 columns"]
+    trials = {f"{trial.speedup:.2f}x" for trial in semi_structured.trials.values()}
+    assert all(row[1] in trials and row[2] == "sparse" for row in rows)
+    assert "of 0 feed-forward layers are fused" in tables["Products on sparse units"].note
+
+
 def test_while_rows_train_dense_and_in_the_tail_no_product_is_sparse(units):
     feature = TSRSTE(refresh=1, calibrate=0.4, tail=0.2)
     job = ss.Job(Net(), forward=lambda model, batch: model(batch), loss=squares, optimizer=sgd, total=10)

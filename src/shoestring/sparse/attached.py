@@ -16,7 +16,7 @@ from shoestring.sparse import feed_forward, semi_structured
 from shoestring.sparse.mvue import next_key
 from shoestring.sparse.operands import SparseOperand
 from shoestring.sparse.product import SparseUnits, on_units, product
-from shoestring.sparse.report import MaskMetrics
+from shoestring.sparse.report import FUSED, MaskMetrics
 from shoestring.sparse.shards import why_apart
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class SparseLayers:
             prefix = f"{name}." if name else ""
             self.fused_first |= {prefix + each for each in found.first}
             self.fused_last.add(prefix + found.last)
+        self.job.trace.facts[FUSED] = float(len(self.fused_last))
 
     def forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         if self.method.dense or name in self.choice.dense:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoestring.core.feature import Curve, Reduction, Table
+from shoestring.sparse import semi_structured
 from shoestring.sparse.layers import LinearLayers
 from shoestring.sparse.product import unpack
 from shoestring.sparse.shards import local, summed
@@ -24,6 +25,7 @@ SMALL = 2048
 """The width up to which sparse products are not expected to be faster: with cuSPARSELt on an H100 in bf16, SlideSparse
 (2026) measured 0.97x at 2048 and 1.53x at 4096."""
 ADAPTERS = "adapter weights"
+FUSED, PRODUCT = "fused feed-forward layers", "sparse product of "
 FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "
 
 
@@ -91,6 +93,7 @@ class MaskMetrics:
             self.facts[FLIPS + name] = changed / weight.numel()
             self.facts[ENERGY + name] = kept / max(whole, 1e-300)
         self.before = {}
+        self.facts |= {PRODUCT + name: speedup for name, speedup in semi_structured.speedups().items()}
         self.job.numbers["flip_rate"] = flips / sum(weight.numel() for weight in weights.values())
 
 
@@ -130,6 +133,27 @@ def report_items(trace: Trace) -> Sequence[Table | Curve]:
     )
     return (
         table,
+        *_products(trace),
         Curve(title="Masks that change", metrics={"flip_rate": "flip rate"}, unit="share of a mask a step"),
         Curve(title="Decay of masked weights", metrics={"decay": "factor"}),
     )
+
+
+def _products(trace: Trace) -> Sequence[Table]:
+    """What trials found on sparse units; nothing where there are none."""
+    found = {name.removeprefix(PRODUCT): value for name, value in trace.facts.items() if name.startswith(PRODUCT)}
+    if not found:
+        return ()
+    fused = int(trace.facts.get(FUSED, 0))
+    rows = [
+        (name, f"{value:.2f}x" if value else "fails", "sparse" if value >= semi_structured.WORTHWHILE else "dense")
+        for name, value in found.items()
+    ]
+    table = Table(
+        title="Products on sparse units",
+        head=("product", "speed-up", "runs"),
+        rows=tuple(rows),
+        note="Speed-up: time of the dense product over that of the sparse one, packing included, at the first product "
+        f"of a shape. The activations of {fused} feed-forward layer{'s' * (fused != 1)} are fused.",
+    )
+    return (table,)

@@ -46,6 +46,15 @@ tiled: dict[tuple[Any, ...], bool] = {}
 """Whether torch's tile kernel packs as cuSPARSELt does, by device, type and shape; of this process."""
 
 
+def speedups() -> dict[str, float]:
+    """The speed-ups of the products that were tried, by their sizes; of several layouts, the least."""
+    found: dict[str, float] = {}
+    for (_, _, (rows, columns), tokens, *_), trial in trials.items():
+        name = f"{rows} x {columns}, {tokens} columns"
+        found[name] = min(trial.speedup, found.get(name, trial.speedup))
+    return found
+
+
 @cache
 def available(device: torch.device) -> bool:
     """Whether this device multiplies 2:4 matrices, by this build of torch."""
