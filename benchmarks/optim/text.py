@@ -37,14 +37,14 @@ LENGTHS = (0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4)
 METHODS: Mapping[str, tuple[str, Sequence[float]]] = {
     "adamw": ("adamw", (2e-3, 4e-3, 8e-3, 1.6e-2)),
     "muon": ("muon", (2e-3, 4e-3, 8e-3, 1.6e-2)),
-    "schedule-free": ("schedule_free", (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
+    "schedule-free": ("schedulefree", (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
 }
 """Name of the table in a run file, and the first learning rates."""
 NEVER, ROUNDS = 10.0, 12
 
 
-def trained(method: str, rate: float, length: float, seed: int, check: Callable[[], None]) -> dict[str, Any]:
-    """Held-out nats a byte after a run of `length` times the usual steps."""
+def run_file(method: str, rate: float, length: float, seed: int) -> dict[str, Any]:
+    """The quickstart's with a method's optimizer, for `length` times the usual steps."""
     document = recipe(round(STEPS * length), seed=seed)
     recipes = document["optim"]
     settings = recipes.pop("adamw") | {"lr": rate}
@@ -53,6 +53,12 @@ def trained(method: str, rate: float, length: float, seed: int, check: Callable[
     if method != "adamw":
         settings.pop("betas")  # each method's own
     recipes[METHODS[method][0]] = settings
+    return document
+
+
+def trained(method: str, rate: float, length: float, seed: int, check: Callable[[], None]) -> dict[str, Any]:
+    """Held-out bits a byte after a run."""
+    document = run_file(method, rate, length, seed)
     with tempfile.TemporaryDirectory() as folder:
         document["run"]["folder"] = f"{folder}/run"
         metrics = train_to_end(document, check)

@@ -1,11 +1,13 @@
-"""How the contest on images looks for settings, on runs whose outcome is known."""
+"""How the contests of optimizers look for settings, on runs whose outcome is known."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks.optim import images
+from benchmarks.optim import images, text
+from shoestring.optim import AdamW, Muon, ScheduleFree
+from shoestring.run import parse
 
 
 class Known(images.Contest):
@@ -50,3 +52,10 @@ def test_what_never_gets_there_ends_at_the_longest_run(contest):
     contest.least = 10**6
     assert contest.tuned("nesterov", 1024)[1] == images.LENGTHS[-1]
     assert contest.fresh("nesterov", 1024) == [None] * 3
+
+
+def test_every_optimizer_of_the_contest_on_text_is_one_of_a_run_file():
+    found = [parse(text.run_file(method, 1e-3, 1.0, 1), name="contest") for method in text.METHODS]
+    for run, optimizer in zip(found, (AdamW, Muon, ScheduleFree), strict=True):
+        assert sum(isinstance(feature, AdamW | Muon | ScheduleFree) for feature in run.features) == 1
+        assert any(isinstance(feature, optimizer) for feature in run.features)
