@@ -2,9 +2,10 @@
 
 Programs of `planted_by_author` were written by the author of the analyses, those of `planted` and of `blind2` by
 somebody who had not seen them. The author saw what was found in `planted` and mended the analyses by it; `blind2` was
-written after that. Every program and every twin is profiled once; the gain is measured without a profile, program and
-twin in alternation. What was found and measured is stored program by program, each in a file of its own, and is
-measured again only where that is missing.
+written after that. `blind3` was written still later, by somebody else who had not seen them, and has bars of its own.
+Every program and every twin is profiled once; the gain is measured without a profile, program and twin in alternation.
+What was found and measured is stored program by program, each in a file of its own, and is measured again only where
+that is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ BLIND_RECALL = "first, before the analyses were mended: 22 of 29 (one of the oth
 BLIND_ALARMS = "first, before the analyses were mended: 8 of 55 (three of them by faulty programs)"
 BLIND_COVERAGE = "first, before the analyses were mended: 4 of 19, on a busy machine"
 UNSEEN, SEEN = ("blind2",), ("blind", "author")
+THIRD = ("blind3",)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Judged:
 
     name: str
     kind: str
-    """Of programs: `UNSEEN` or `SEEN` by the author of the analyses."""
+    """Of programs: `THIRD`, `UNSEEN`, or `SEEN` by the author of the analyses."""
     analysis: str
     """Of the fault; empty for a clean program."""
     lines: list[tuple[str, int]]
@@ -134,15 +136,12 @@ class Trial:
     def __init__(self, folder: Path, check: Callable[[], None]) -> None:
         self.folder, self.check = folder, check
 
-    def judged(self, gains: bool = False) -> list[Judged]:
-        """All programs of PyTorch, and those of JAX that are new; with what the fixes gain, if wanted."""
-        from benchmarks.profile import blind2, planted, planted_by_author
+    def judged(self, gains: bool = False, kinds: Sequence[str] = (*SEEN, *UNSEEN)) -> list[Judged]:
+        """The programs of these kinds; with what the fixes gain, if wanted."""
         from shoestring import native
 
         native.load("callpaths")  # without it, single steps would be profiled by torch.profiler and judged as ours
-        seen = {"blind": [*planted.PLANTED, *planted.CLEAN], "author": planted_by_author.PLANTED}
-        every = [(kind, program) for kind in seen for program in seen[kind] if _judges(program)]
-        every += [("blind2", program) for program in (*blind2.PLANTED, *blind2.CLEAN)]
+        every = [(kind, program) for kind in kinds for program in _programs(kind)]
         found = []
         # Programs of JAX come last: the process has its threads from then on, and others fork.
         for kind, program in sorted(every, key=lambda pair: pair[1].framework == "jax"):
@@ -154,6 +153,18 @@ class Trial:
 
     def _stored(self, what: str, kind: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return stored(self.folder / what / kind / f"{name}.json", self.check, make)
+
+
+def _programs(kind: str) -> list[Any]:
+    """The programs of a kind that count: all of PyTorch, and those of JAX that are not seen."""
+    from benchmarks.profile import blind2, blind3, planted, planted_by_author
+
+    if kind == "blind2":
+        return [*blind2.PLANTED, *blind2.CLEAN]
+    if kind == "blind3":
+        return [*blind3.PLANTED, *blind3.CLEAN]
+    seen = {"blind": [*planted.PLANTED, *planted.CLEAN], "author": planted_by_author.PLANTED}
+    return [program for program in seen[kind] if _judges(program)]
 
 
 def _judges(program: Any) -> bool:
@@ -241,6 +252,9 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
     ) -> Callable[..., Measured]:
         return lambda deadline: in_sets(what, trial.judged(gains), first)
 
+    def third(what: Callable[[Sequence[Judged]], Measured], gains: bool = False) -> Callable[..., Measured]:
+        return lambda deadline: what(trial.judged(gains, THIRD))
+
     return [
         Bar(
             "profile.findings-recall",
@@ -265,5 +279,21 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
                 1.3,
                 measure(width, "as found first"),
             ),
+        ),
+        Bar(
+            *("profile.third-set-recall", "Faults of the third set of programs found, the fault's line first"),
+            *(">=", 0.95, third(recall)),
+        ),
+        Bar(
+            *("profile.third-set-false-alarms", "Clean programs and twins of the third set in which anything is found"),
+            *("<=", 0.05, third(false_alarms)),
+        ),
+        Bar(
+            *("profile.third-set-coverage", "Predicted intervals that have the measured gain in them, third set"),
+            *(">=", 0.80, third(coverage, gains=True)),
+        ),
+        Bar(
+            *("profile.third-set-width", "Upper over lower bound of a predicted gain, median, third set"),
+            *("<=", 1.3, third(width)),
         ),
     ]
