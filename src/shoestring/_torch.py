@@ -212,6 +212,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+def real_tensors() -> AbstractContextManager[Any]:
+    """Within, new tensors are real, inside of `fake_tensors` too."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether it is one of `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor

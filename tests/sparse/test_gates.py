@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoestring._torch import fake_tensors
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.sparse.feed_forward import find, recognise
 from shoestring.sparse.gates import ACTIVATIONS, FORMS, by_columns, gated, reference
@@ -128,6 +129,14 @@ def test_of_our_gpt_all_are_found_and_none_with_a_dense_layer():
     assert {name: each.form for name, each in find(model, layers)} == dict.fromkeys(names, "gate_first")
     del layers["blocks.0.mlp.down"]
     assert [name for name, _ in find(model, layers)] == names[1:]
+
+
+def test_they_are_found_among_fake_tensors_too():
+    """The memory of a run is predicted without numbers, of which any would agree with any."""
+    with fake_tensors():
+        clamped = FeedForward(lambda self, a, b: F.silu(a.clamp(max=50)) * b, 2)
+        plain = FeedForward(lambda self, a, b: F.silu(a) * b, 2)
+        assert recognise(clamped) is None and recognise(plain).activation == "silu"
 
 
 @pytest.mark.slow

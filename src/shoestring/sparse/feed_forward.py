@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shoestring._torch import real_tensors
 from shoestring.sparse.gates import ACTIVATIONS, Activation, Form, gated, reference
 
 SPREADS = (0.3, 3.0, 30.0, 300.0)  # standard deviations of the numbers that operations are tried on
@@ -73,7 +74,8 @@ def recognise(module: nn.Module) -> GatedLayers | None:
         for training in (True, False):
             for each in modes:
                 each.training = training
-            found.append(_matched(module, _LinearTracer().trace(module)))
+            with real_tensors():
+                found.append(_matched(module, _LinearTracer().trace(module)))
     except Exception:
         return None
     finally:

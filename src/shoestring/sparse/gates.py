@@ -47,7 +47,7 @@ def gated(x: Tensor, other: Tensor | None, activation: Activation, form: Form) -
 def _gated(x: Tensor, other: Tensor | None, activation: str, form: str) -> Tensor:
     gate, up = parts(x, other, form)
     out = empty_like(x, gate.shape[1])
-    if kernels.usable(x):
+    if kernels.usable_in_single(x):
         return kernels.gated(gate, up, out, activation)
     value, _ = _with_slope(_wide(gate), activation)
     return out.copy_(value if up is None else value * _wide(up))
@@ -64,7 +64,7 @@ def _gated_backward(grad: Tensor, x: Tensor, other: Tensor | None, activation: s
     gate, up = parts(x, other, form)
     of_x, of_other = empty_like(x, x.shape[1]), empty_like(x, x.shape[1] if form == "apart" else 0)
     of_gate, of_up = parts(of_x, of_other if form == "apart" else None, form)
-    if kernels.usable(x):
+    if kernels.usable_in_single(x):
         kernels.gated_backward(grad, gate, up, of_gate, of_up, activation)
         return of_x, of_other
     value, slope = _with_slope(_wide(gate), activation)

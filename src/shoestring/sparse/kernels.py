@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring._torch import is_fake
+
 ROW_GROUPS = 1024  # groups of four that a program masks
 TILES = 64  # 4×4 tiles that a program scores
 GROUPS, COLUMNS = 16, 64  # groups of four rows, and columns of them, that a program draws
@@ -17,7 +19,13 @@ SQUARE, WARPS = 64, 8  # tokens and hidden entries that a program gates, and its
 
 def usable(tensor: Tensor) -> bool:
     """Whether the kernels serve this tensor. Inside torch.compile they do not: it fuses torch's operations itself."""
-    return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+    here = tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+    return here and not is_fake(tensor)
+
+
+def usable_in_single(tensor: Tensor) -> bool:
+    """Whether the kernels that compute in fp32 serve this tensor."""
+    return usable(tensor) and tensor.dtype != torch.float64
 
 
 @cache

@@ -34,7 +34,7 @@ def mvue(x: Tensor, key: Tensor, *, first: int = 0) -> Tensor:
     Returns:
         Of the shape and type of `x`.
     """
-    if kernels.usable(x):
+    if kernels.usable_in_single(x):
         return kernels.mvue(x, key, first)
     rows = len(x)
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -56,7 +56,7 @@ def mvue_by_columns(x: Tensor, key: Tensor, first: int) -> Tensor:
 
     On a GPU one pass over `x`, in whatever layout, of 4 bytes an entry in 16 bits; with a transpose after it, 8.
     """
-    if kernels.usable(x):
+    if kernels.usable_in_single(x):
         return kernels.mvue(x, key, first, by_columns=True).t()
     return mvue(x, key, first=first).t().contiguous()
 
