@@ -8,7 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import damage, exact, faults, hosts, kills, power, reshard, restore, stall, torchrun, waste
+from benchmarks.checkpoint import (
+    damage,
+    differences,
+    exact,
+    faults,
+    hosts,
+    kills,
+    power,
+    reshard,
+    restore,
+    stall,
+    torchrun,
+    waste,
+)
 from benchmarks.harness import Bar, main
 from benchmarks.machine import ROOT
 
@@ -16,7 +29,8 @@ from benchmarks.machine import ROOT
 def rows(cache: Path) -> list[Bar]:
     """Every bar of the area."""
     parts = [
-        module.rows(cache) for module in (kills, torchrun, damage, power, faults, hosts, restore, reshard, exact, stall)
+        module.rows(cache)
+        for module in (kills, torchrun, damage, power, faults, hosts, restore, reshard, exact, stall, differences)
     ]
     return [bar for part in (*parts, waste.rows(), checkpoint.gpu_rows()) for bar in part]
 

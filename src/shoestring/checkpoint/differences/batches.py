@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoestring.checkpoint.differences.difference import shared
-from shoestring.checkpoint.differences.ring import Found, CellPlan, Ring, joined, parsed, wholes
+from shoestring.checkpoint.differences.ring import CellPlan, Found, Ring, joined, parsed, wholes
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.format.part import mapped

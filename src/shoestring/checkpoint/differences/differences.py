@@ -65,7 +65,9 @@ class Differences:
 
     def begin_step(self) -> None:
         """Note what the optimizer's step depends on, right before it."""
+        began = time.perf_counter()
         self._basis = self.content.basis()
+        self.seconds += time.perf_counter() - began
 
     def record(self, checkpoint: CheckpointId, loss: Tensor | None) -> None:
         """Keep the difference of the step just done, which leads to a checkpoint of that name."""
