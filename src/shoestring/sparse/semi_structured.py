@@ -27,6 +27,7 @@ TILE_MULTIPLE = 128  # of both sizes of a matrix that torch's tile kernel packs
 RUNS, ROUNDS = 10, 5  # of each product that a trial times
 WORTHWHILE = 1.02  # times as fast as the dense product, at least: less is the timer's noise
 TOLERANCE = 0.02  # of the norm of a result; products of 16-bit numbers differ by some 2⁻⁸
+COMPARED = 512  # rows of a result at most, spread evenly, so that a trial needs little memory beside both results
 PROBES = 64  # columns that packed matrices are multiplied with to see whether they are packed right
 
 
@@ -114,11 +115,11 @@ class ProductChoice:
     def _tried(self) -> ProductTrial:
         shape = " x ".join(map(str, self.shape))
         try:
-            (packed, *others), expected = self.pack(), self.dense_product().float()
+            (packed, *others), expected = self.pack(), _some_rows(self.dense_product())
             multiply = partial(multiplied, packed, self.dense, by_columns=self.by_columns)
             found = cslt_sparse_mm_search(packed, self.dense.t(), transpose_result=not self.by_columns)
             algorithm = min({0, found}, key=lambda each: _seconds(partial(multiply, each)))  # the search may err
-            result = multiply(algorithm).float()
+            result = _some_rows(multiply(algorithm))
         except RuntimeError as error:
             log.warning("sparse: products with a weight of %s stay dense: cuSPARSELt fails: %s", shape, error)
             return ProductTrial(faster=False, algorithm=0, speedup=0.0)
@@ -129,6 +130,10 @@ class ProductChoice:
         rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
         speedup = median(dense / (sparse + packing / (1 + len(others))) for dense, sparse, packing in rounds)
         return ProductTrial(faster=speedup >= WORTHWHILE, algorithm=algorithm, speedup=speedup)
+
+
+def _some_rows(result: Tensor) -> Tensor:
+    return result[:: -(-len(result) // COMPARED)].float()
 
 
 def _seconds(work: Callable[[], object]) -> float:
