@@ -4,6 +4,7 @@ from pathlib import Path
 
 import bucket_kernel_checks
 import fused_kernel_checks
+import guard_kernel_checks
 import lowrank_kernel_checks
 import pytest
 import ternary_kernel_checks
@@ -12,7 +13,7 @@ import torch
 from tests.kernel_scripts import needs_triton, output_of
 
 HERE = Path(__file__).parent
-CHECKS = [fused_kernel_checks, lowrank_kernel_checks, bucket_kernel_checks, ternary_kernel_checks]
+CHECKS = [fused_kernel_checks, lowrank_kernel_checks, bucket_kernel_checks, ternary_kernel_checks, guard_kernel_checks]
 
 
 @needs_triton

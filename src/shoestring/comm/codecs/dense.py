@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_
+from shoestring.comm.codecs import fused
 from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, Mean
 
 
@@ -20,8 +21,14 @@ class DenseCodec(Codec):
         super().__init__()
         self.dtype = dtype
 
+    def guards(self, grads: Grads) -> bool:
+        """See `Codec`: there is no state, and gradients are made NaN by a kernel."""
+        return all(fused.is_available(grad.device) for grad in grads.values())
+
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        answers = yield [Mean(flatten(tensors, dtype)) for dtype, tensors in self._by_dtype(grads).items()]
+        answers = yield [Mean(join(tensors, dtype)) for dtype, tensors in self._by_dtype(grads).items()]
+        for answer in answers:
+            context.verdict.spoil(answer)
         self.decode_average(grads, answers, context)
 
     @property
@@ -31,7 +38,8 @@ class DenseCodec(Codec):
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """See `Codec`."""
         for flat, tensors in zip(answers, self._by_dtype(grads).values(), strict=True):
-            unflatten(flat, tensors)
+            if flat.data_ptr() != tensors[0].data_ptr():
+                unflatten(flat, tensors)
 
     def _by_dtype(self, grads: Grads) -> dict[torch.dtype, list[Tensor]]:
         """The gradients by the type that they travel in."""
@@ -39,6 +47,21 @@ class DenseCodec(Codec):
         for grad in grads.values():
             found.setdefault(self.dtype or grad.dtype, []).append(grad)
         return found
+
+
+def join(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All entries as one 1-d tensor of `dtype`: the tensors' own memory where they follow each other there, or a copy.
+
+    They do in a bucket of DDP whose parameters' gradients arrive in this order, and that begins and ends with them.
+    """
+    first, place = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        there = tensor.untyped_storage().data_ptr() == memory and tensor.data_ptr() == place
+        if not there or tensor.dtype != dtype or not tensor.is_contiguous():
+            return flatten(tensors, dtype)
+        place += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 def flatten(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -73,7 +73,7 @@ class ReduceScatterCodec(Codec):
         buckets.measure(rank, scales[rank])  # its own row does not travel, but non-finite entries must show
         for rows in (slice(0, rank), slice(rank + 1, context.size)):
             buckets.encode(rows, codes[rows].flatten(0, 1), scales[rows].flatten(0, 1))
-        largest = scales.amax().expand(context.size, 1)  # shows every rank whether all entries are finite
+        largest = scales.amax().repeat(context.size, 1)  # shows every rank whether all entries are finite
         buckets.remember(codes, scales)
         try:
             sent, of_sent, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]

@@ -28,6 +28,13 @@ class ExchangeVerdict:
         """The tensor; NaN where the exchange has failed."""
         return tensor if self.fine is None else torch.where(self.fine, tensor, torch.nan)
 
+    def spoil(self, flat: Tensor) -> None:
+        """Make a contiguous tensor NaN where the exchange has failed, by a kernel that otherwise does nothing."""
+        if self.fine is not None and flat.numel():
+            from shoestring.comm.codecs.spoil_kernel import BLOCK, spoil
+
+            spoil[(-(-flat.numel() // BLOCK),)](flat, self.flag(flat.device), flat.numel())
+
 
 ALWAYS = ExchangeVerdict()
 """Of a driver that closes generators; nobody sets it."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 from shoestring._torch import foreach_mul_
 from shoestring.comm.codecs.codec import Codec, ExchangeContext, Grads
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.exchange.wire import Stages, exhaust, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
@@ -42,7 +42,7 @@ class Cohort:
     step: int = 0
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
-    averaged: bool = False  # after the exchange: whether the gradients of all ranks were finite
+    averaged: bool | Tensor = False  # after the exchange: whether the gradients of all ranks were finite
     keeps: bool = False  # whether the answers of the last stage are kept
     answers: list[Tensor] = field(default_factory=list)
 
@@ -51,10 +51,15 @@ class Cohort:
 
 
 class Channel:
-    """A thread that exchanges cohorts over one route, in the order of their submission.
+    """Exchanges cohorts over one route, in the order of their submission, on threads of its own.
 
-    Without a thread, the caller of `submit` exchanges the cohort itself: with one part a step there is nothing to
-    overlap.
+    While the last answers of a cohort travel and are decoded, by a second thread, the first one encodes the next cohort
+    and starts its first collectives. All collectives are started by the first thread, cohort by cohort and stage by
+    stage, so their order is the same on all ranks, whether a rank has overlapped two cohorts or not. At most two are
+    under way, so that no third one takes memory.
+
+    On an accelerator there is one thread, which does not wait for the device. Without threads, the caller of `submit`
+    exchanges the cohort itself: with one part a step there is nothing to overlap.
     """
 
     def __init__(
@@ -62,22 +67,51 @@ class Channel:
     ) -> None:
         self.route, self.codec, self.scale = route, codec, scale
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
+        overlaps = threaded and device.type == "cpu" and route.overlaps
+        self.finisher = Worker("shoestring-decode", device) if overlaps else None
+        self._room = threading.Semaphore(2)
 
     def submit(self, cohort: Cohort) -> WorkerTask[None]:
         # A stage is at most two collectives (a small mean is two all-to-alls); the torus adds one before and one after.
         task = WorkerTask[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
-        return self.worker.submit(task, partial(self._run, cohort))
+        exchange = self._exchange(cohort)
+        if self.finisher is None:
+            return self.worker.submit(task, partial(exhaust, exchange))
+        self.worker.submit(WorkerTask[None](task.what, task.limit), partial(self._begin, exchange, task, self.finisher))
+        return task
 
     def close(self) -> None:
-        if self.worker.close():
+        if self.worker.close() and (self.finisher is None or self.finisher.close()):
             self.route.close()
 
-    def _run(self, cohort: Cohort) -> None:
-        """Exchange a cohort and call its callbacks. An error goes to them, and is raised by the task's `result`."""
+    def _begin(self, exchange: Generator[bool, None, None], task: WorkerTask[None], finisher: Worker) -> None:
+        """Run an exchange until nothing is left but to wait for its last answers, and pass it on."""
+        self._room.acquire()
+        error, stages = None, 0
+        try:
+            for starts_more in exchange:
+                stages += 1
+                if stages == self.codec.stages and not starts_more:
+                    break
+        except Exception as caught:
+            error = caught
+        finisher.submit(task, partial(self._finish, exchange, error))
+
+    def _finish(self, exchange: Generator[bool, None, None], error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            for _ in exchange:
+                raise AssertionError(f"{type(self.codec).__name__} yields more often than its stages say")
+        finally:
+            self._room.release()
+
+    def _exchange(self, cohort: Cohort) -> Generator[bool, None, None]:
+        """Exchange a cohort and call its callbacks; an error goes to them, and is raised. Yields as `Wire.stages`."""
         error = None
         try:
             with naming_failures(str(cohort)):
-                cohort.averaged = self._exchange(cohort)
+                cohort.averaged = yield from self._average(cohort)
         except Exception as caught:
             error = caught
         for work in cohort.after:
@@ -85,13 +119,13 @@ class Channel:
         if error is not None:
             raise error
 
-    def _exchange(self, cohort: Cohort) -> bool:
-        """Exchange gradients without the loss scale, which changes between steps, so that residuals keep their size."""
+    def _average(self, cohort: Cohort) -> Stages:
+        """Average gradients without the loss scale, which changes between steps, so that residuals keep their size."""
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)
         keep = partial(setattr, cohort, "answers") if cohort.keeps else None
-        averaged = self.route.run(self.codec, cohort.grads, cohort.step, keep)
+        averaged = yield from self.route.stages(self.codec, cohort.grads, cohort.step, keep)
         if scale != 1:
             foreach_mul_(grads, scale)
         return averaged

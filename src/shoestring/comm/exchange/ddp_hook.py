@@ -43,13 +43,15 @@ class HookState:
     """
 
     def __init__(self, coordinator: Coordinator, model: DistributedDataParallel, part: int) -> None:
+        whole = len(coordinator.cohorts) == 1
         self.coordinator, self.model = coordinator, model
         self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         self.deliveries: list[Delivery] = []
         # With two buckets a part, DDP passes on a part before the next one is complete. With DDP's usual 25 MB a small
         # model has a single bucket, and nothing overlaps with the backward pass. DDP's own buckets may be smaller.
+        # A single part gets a single bucket, which is averaged where it lies if nothing compresses it.
         self.cap = model.bucket_bytes_cap
-        rebucket(model, min(self.cap, max(part // 2, SMALLEST)))
+        rebucket(model, max(part, SMALLEST) if whole else min(self.cap, max(part // 2, SMALLEST)))
         model.register_comm_hook(self, hook)
 
     def detach(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoestring._torch import all_gather_single, foreach_copy_, reduce_scatter_single
 from shoestring.comm.codecs.codec import Codec, Grads, Mean
-from shoestring.comm.exchange.wire import Wire, naming_failures
+from shoestring.comm.exchange.wire import Stages, Wire, exhaust, naming_failures
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.trace import span
 from shoestring.core.world import World
@@ -61,16 +61,30 @@ class Route:
         (mean,) = self.shards.start([Mean(tensor.clone())])()
         return mean * self.shards.size
 
-    def run(self, codec: Codec, grads: Grads, step: int, keep: Callable[[list[Tensor]], object] | None = None) -> bool:
+    @property
+    def overlaps(self) -> bool:
+        """Whether one exchange may begin while another's last answers travel: all collectives are of one group."""
+        return self.shards is None
+
+    def run(
+        self, codec: Codec, grads: Grads, step: int, keep: Callable[[list[Tensor]], object] | None = None
+    ) -> bool | Tensor:
         """See `Wire.run`."""
+        return exhaust(self.stages(codec, grads, step, keep))
+
+    def stages(
+        self, codec: Codec, grads: Grads, step: int, keep: Callable[[list[Tensor]], object] | None = None
+    ) -> Stages:
+        """See `Wire.stages`."""
         if self.inner is None:
-            return self.outer.run(codec, grads, step, self.sum_over_shards, keep)
+            return (yield from self.outer.stages(codec, grads, step, self.sum_over_shards, keep))
         with (
             span("reduce-scatter", "wire"),
             naming_failures(f"reduce-scatter between the {self.inner.size} ranks of a host"),
         ):
             mine = reduce_scatter_rows(self.inner, list(grads.values()))
-        finite = self.outer.run(codec, dict(zip(grads, mine, strict=True)), step, self.sum_over_shards)
+        shares = dict(zip(grads, mine, strict=True))
+        finite = yield from self.outer.stages(codec, shares, step, self.sum_over_shards)
         with span("all-gather", "wire"), naming_failures(f"all-gather between the {self.inner.size} ranks of a host"):
             all_gather_rows(self.inner, mine, list(grads.values()))
         return finite

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import groupby
-from typing import Self
+from time import perf_counter
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring._torch import all_gather_single, name_groups_from, timeout_of
+from shoestring._torch import all_gather_single, foreach_unscale_, name_groups_from, timeout_of
 from shoestring.comm.codecs.codec import (
     AllGather,
     AllToAll,
@@ -26,11 +28,14 @@ from shoestring.comm.codecs.codec import (
     identity,
 )
 from shoestring.comm.codecs.traffic import ring_bytes
+from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 from shoestring.core.errors import ShoestringError
 from shoestring.core.trace import span
 
+T = TypeVar("T")
 Answer = Callable[[], list[Tensor]]
-Finish = Callable[[], object]
+Finish = Callable[[], Tensor | None]
+Stages = Generator[bool, None, bool | Tensor]
 SMALL = 2**19  # bytes below which a message is latency-bound
 FIRST = torch.finfo(torch.float32).max  # bound of first answers: ranks must judge them alike though they may differ
 LATER = 2.0**100  # bound of later answers, which are equal on all ranks: what is decoded from them cannot overflow
@@ -38,17 +43,37 @@ ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
 
 
 class StartedCollective:
-    """A collective that has been started. Its span on the trace ends when `finish` returns."""
+    """A collective that has been started.
 
-    def __init__(self, name: str, sent: float, finish: Finish) -> None:
-        self.name, self.sent = name, int(sent)
-        self._finish, self._span = finish, ExitStack()
-        self._span.enter_context(span(name, "wire", self.sent))
+    Its span on the trace begins then, and ends when `finish` returns, on the thread that calls it; to a profile it
+    begins with the wait.
+    """
 
-    def finish(self, ranks: int) -> None:
-        """Wait for it."""
-        with self._span, naming_failures(f"{self.name} of {self.sent} bytes between {ranks} ranks"):
-            self._finish()
+    def __init__(self, name: str, sent: float, finish: Finish, dtype: torch.dtype | None = None) -> None:
+        self.name, self.sent, self.dtype, self.began = name, int(sent), dtype, perf_counter()
+        self._finish = finish
+
+    def finish(self, ranks: int) -> Tensor | None:
+        """Wait for it. Returns what tells whether its answer is finite, (1,), 0 or 1, where something does."""
+        with (
+            span(self.name, "wire", self.sent) as work,
+            naming_failures(f"{self.name} of {self.sent} bytes between {ranks} ranks"),
+        ):
+            work.began = self.began
+            return self._finish()
+
+
+class Answers(list[Tensor]):
+    """Answers of one stage, of which some have been checked.
+
+    Args:
+        unchecked: those that have not.
+        found: for each checked collective (1,), 1 where an entry is not finite.
+    """
+
+    def __init__(self, answers: Sequence[Tensor], unchecked: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        super().__init__(answers)
+        self.unchecked, self.found = unchecked, found
 
 
 class Wire:
@@ -61,6 +86,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, 1, device
         self.sent = 0  # bytes that left this rank, counted round a ring
+        self.guards_on_cpu = False  # whether codecs guard although the device is not waited for in any case
         self.group = None
         if group is not None:
             self.group = duplicate_group(group, device)
@@ -89,32 +115,56 @@ class Wire:
         step: int,
         sum_over_shards: Callable[[Tensor], Tensor] = identity,
         keep: Callable[[list[Tensor]], object] | None = None,
-    ) -> bool:
+    ) -> bool | Tensor:
         """Run one whole exchange, after which `grads` are the averages over the ranks.
 
         Args:
             keep: gets the answers of each stage, of which the last ones are what `Codec.decode_average` takes.
 
         Returns:
-            True; or False, with NaN in all `grads`, where a gradient of any rank was not finite.
+            True; or False, with NaN in all `grads`, where a gradient of any rank was not finite. As a Boolean on the
+            device where that need not be waited for, because the codec guards.
         """
-        with closing(codec.code(grads, ExchangeContext(self.rank, self.size, step, sum_over_shards))) as coding:
+        return exhaust(self.stages(codec, grads, step, sum_over_shards, keep))
+
+    def stages(
+        self,
+        codec: Codec,
+        grads: Grads,
+        step: int,
+        sum_over_shards: Callable[[Tensor], Tensor] = identity,
+        keep: Callable[[list[Tensor]], object] | None = None,
+    ) -> Stages:
+        """`run`, as a generator that yields while the collectives of a stage travel, and may go on in another thread.
+
+        Yields:
+            Whether waiting for them will start further ones.
+        """
+        guarded = (self.device.type != "cpu" or self.guards_on_cpu) and codec.guards(grads)
+        verdict = ExchangeVerdict() if guarded else ALWAYS
+        context = ExchangeContext(self.rank, self.size, step, sum_over_shards, verdict)
+        with closing(codec.code(grads, context)) as coding:
             with span("encode", "compute"):
                 requests = advance(coding)
             largest = FIRST
             while requests is not None:
-                answers = self.start(requests)()
+                wait = self.start(requests)
+                yield self._starts_more(requests)
+                answers = wait()
                 with span("code", "compute"):
-                    if not all_finite(answers, largest):
+                    fine = find_finite(answers, largest)
+                    if guarded:
+                        verdict.fine = fine if verdict.fine is None else verdict.fine & fine
+                    elif not fine:  # waits for the device
                         coding.close()  # before the gradients are overwritten, which it may need to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
                     largest = LATER
                     if keep is not None:
-                        keep(answers)
+                        keep(_apart(answers, grads))
                     requests = advance(coding, answers)
-        return True
+        return True if verdict.fine is None else verdict.fine
 
     def start(self, requests: Sequence[Request]) -> Answer:
         """Start the collectives of all requests.
@@ -131,11 +181,26 @@ class Wire:
         self.sent += sum(collective.sent for collective in collectives)
 
         def wait() -> list[Tensor]:
-            for collective in collectives:
-                collective.finish(self.size)
-            return [answer for answer in answers if answer is not None]
+            finished = [(collective, collective.finish(self.size)) for collective in collectives]
+            found = [flag for _, flag in finished if flag is not None]
+            checked = {collective.dtype for collective, flag in finished if flag is not None}
+            every = [(answer, request) for answer, request in zip(answers, requests, strict=True) if answer is not None]
+            unchecked = [
+                answer for answer, request in every if not (isinstance(request, Mean) and answer.dtype in checked)
+            ]
+            return Answers([answer for answer, _ in every], unchecked, found)
 
         return wait
+
+    def _starts_more(self, requests: Sequence[Request]) -> bool:
+        """Whether waiting for the answers starts further collectives, as the second half of a small mean."""
+        if self.group is None:
+            return False
+        nbytes: dict[torch.dtype, int] = {}
+        for request in requests:
+            if isinstance(request, Mean):
+                nbytes[request.tensor.dtype] = nbytes.get(request.tensor.dtype, 0) + request.tensor.nbytes
+        return any(self._is_small(total) for total in nbytes.values())
 
     def _start_means(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
         means = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, Mean)]
@@ -146,12 +211,13 @@ class Wire:
             for index, tensor, part in zip(indices, tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 answers[index] = part.view(tensor.shape)
             if self.group is not None:
-                start = self._start_scattered_mean if self._is_small(flat) else self._start_ring_mean
-                yield StartedCollective("all-reduce", ring_bytes("all-reduce", flat.nbytes, self.size), start(flat))
+                start = self._start_scattered_mean if self._is_small(flat.nbytes) else self._start_ring_mean
+                nbytes = ring_bytes("all-reduce", flat.nbytes, self.size)
+                yield StartedCollective("all-reduce", nbytes, start(flat), flat.dtype)
 
-    def _is_small(self, tensor: Tensor) -> bool:
+    def _is_small(self, nbytes: int) -> bool:
         """Whether a message is latency-bound: Gloo's ring then takes twice as long as sending to every rank at once."""
-        return tensor.device.type == "cpu" and tensor.nbytes <= SMALL
+        return self.device.type == "cpu" and nbytes <= SMALL
 
     def _start_scattered_mean(self, flat: Tensor) -> Finish:
         """Average `flat` by two all-to-alls: rank r averages the r-th shard, and sends it to all."""
@@ -160,11 +226,12 @@ class Wire:
         work = dist.all_to_all_single(received, shards, group=self.group, async_op=True)
         assert work is not None
 
-        def finish() -> None:
+        def finish() -> Tensor | None:
             work.wait()
             own = received.mean(0, dtype=torch.promote_types(received.dtype, torch.float32)).to(received.dtype)
             dist.all_to_all_single(received, own.expand_as(shards).contiguous(), group=self.group)
             flat.copy_(received.view(-1)[: flat.numel()])
+            return None
 
         return finish
 
@@ -172,9 +239,11 @@ class Wire:
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
 
-        def finish() -> None:
+        def finish() -> Tensor:
             work.wait()
-            flat.div_(self.size)
+            found = torch.zeros(1, device=flat.device)
+            foreach_unscale_([flat], found, torch.full((), 1 / self.size, device=flat.device))
+            return found
 
         return finish
 
@@ -197,13 +266,14 @@ class Wire:
             if self.group is None:
                 theirs.copy_(mine)
                 continue
-            if kind is AllGather and not self._is_small(mine):
+            if kind is AllGather and not self._is_small(mine.nbytes):
                 work = all_gather_single(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
             else:
                 to_each = mine.expand_as(theirs).contiguous()  # of an all-gather, the same row for every rank
                 work = dist.all_to_all_single(theirs, to_each, group=self.group, async_op=True)
             assert work is not None
-            yield StartedCollective(kind.collective, ring_bytes(kind.collective, mine.nbytes, self.size), work.wait)
+            nbytes = ring_bytes(kind.collective, mine.nbytes, self.size)
+            yield StartedCollective(kind.collective, nbytes, partial(_wait_for, work))
 
 
 def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -248,7 +318,37 @@ def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
     return F.pad(flat, (0, -flat.shape[1] % ALIGNMENT))
 
 
-def all_finite(tensors: Sequence[Tensor], largest: float = FIRST) -> bool:
-    """Whether no floating-point entry is NaN or above `largest` in magnitude; waits for the device."""
+def _wait_for(work: dist.Work) -> None:
+    work.wait()
+
+
+def exhaust(stages: Generator[bool, None, T]) -> T:
+    """Run a generator to its end, for what it returns."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
+
+
+def _apart(answers: Sequence[Tensor], grads: Grads) -> list[Tensor]:
+    """Answers that stay as they are: copies of those that lie in the gradients' own memory."""
+    mine = {grad.untyped_storage().data_ptr() for grad in grads.values()}
+    return [answer.clone() if answer.untyped_storage().data_ptr() in mine else answer for answer in answers]
+
+
+def find_finite(answers: Sequence[Tensor], largest: float = FIRST) -> Tensor:
+    """Whether no floating-point entry is NaN or above `largest` in magnitude, a Boolean on the device."""
+    tensors, found = answers, []
+    if isinstance(answers, Answers) and largest == FIRST:
+        tensors, found = answers.unchecked, answers.found
     bounds = [bound for t in tensors if t.is_floating_point() and t.numel() for bound in t.aminmax()]
-    return bool((torch.stack([bound.float() for bound in bounds]).abs() <= largest).all()) if bounds else True
+    small = [torch.stack([bound.float() for bound in bounds]).abs() <= largest] if bounds else []
+    every = [*small, *(flag == 0 for flag in found)]
+    device = answers[0].device if answers else None
+    return torch.cat(every).all() if every else torch.ones((), dtype=torch.bool, device=device)
+
+
+def all_finite(tensors: Sequence[Tensor], largest: float = FIRST) -> bool:
+    """`find_finite`, which waits for the device."""
+    return bool(find_finite(tensors, largest))
