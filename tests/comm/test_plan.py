@@ -209,6 +209,13 @@ def test_a_slow_link_compresses_everything():
     assert plan.seconds < plan.predicted["DDP"] / 5
 
 
+def test_a_codec_whose_steps_are_worth_little_is_not_taken():
+    worth = {"powersgd(rank=4)": 0.05}
+    plan, choice = decide(evidence(MB), worth)
+    assert choice.codec in ("", "dense")
+    assert plan.predicted[plan.choice] > min(plan.predicted.values())
+
+
 def test_between_them_what_travels_in_time_stays_whole():
     plan, choice = decide(evidence(12 * MB))
     assert choice.codec == "powersgd(rank=4)"
@@ -317,8 +324,10 @@ def test_ddp_as_it_is_has_no_hook(pool):
 def test_a_measured_choice_is_said_and_priced(pool):
     one, other = pool.call(choosing_ranks.steps)
     assert one["digest"] == other["digest"]
-    assert one["facts"].keys() == {"predicted_ddp_seconds", "predicted_step_seconds"}
-    assert one["said"] == other["said"] and "s a step" in one["said"]
+    assert one["facts"].keys() == {"predicted_ddp_seconds", "predicted_step_seconds", "predicted_worth"}
+    # How long an optimizer's step takes is measured by each rank, and comes last.
+    assert one["said"].split(";")[:2] == other["said"].split(";")[:2] and "s a step" in one["said"]
+    assert "in all for what a step of DDP learns" in one["said"]
     assert not [name for name in one["kept"] if name == "comm"]
 
 

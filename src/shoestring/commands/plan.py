@@ -13,6 +13,7 @@ from shoestring import run as runs
 from shoestring.comm import Auto
 from shoestring.comm.auto.chooser import TIMED_STEPS, Chooser
 from shoestring.comm.auto.decision import explain_spread
+from shoestring.comm.auto.replicas import ReplicaChooser
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
@@ -105,8 +106,10 @@ def _fill_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto
     rest = tuple(feature for feature in others if not isinstance(feature, DDP))
     if choice.bucket:
         ddp = replace(ddp, bucket_mb=choice.bucket / 2**20)
-    exchange = (auto.build_exchange(choice),) if choice.codec else ()
-    return replace(run, features=(ddp, *exchange, *rest))
+    if not choice.codec:
+        return replace(run, features=(ddp, *rest))
+    method = auto.build_method(choice)
+    return replace(run, features=(method, *rest) if Seam.SHARD in method.seams else (ddp, method, *rest))
 
 
 def write(planned: PlannedRun, path: Path) -> None:
@@ -144,13 +147,15 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     slow = [f"{pair} {factor:.2f}x" for pair, factor in evidence.ranks[0].slowdown.items() if factor > 1.02]
     yield "slowdown of work that shares cores: " + (", ".join(slow) or "not measurable")
     yield ""
-    yield "predicted   against DDP"
+    yield f"predicted   against {next(iter(decision.predicted))}, by what steps learn"
     baseline = facts["predicted_ddp_seconds"]
-    ordered = sorted(decision.predicted.items(), key=lambda item: item[1])
-    shown = [*ordered[:SHOWN], *[item for item in ordered[SHOWN:] if item[0] in ("DDP", decision.choice)]]
+    ordered = sorted(decision.predicted.items(), key=lambda item: item[1] / decision.worth.get(item[0], 1.0))
+    shown = [*ordered[:SHOWN], *[item for item in ordered[SHOWN:] if item[0] in ("DDP", "dense", decision.choice)]]
     for name, seconds in shown:
         mark = "   <- chosen" if name == decision.choice else ""
-        yield f"{_time(seconds + rest):>9}   {baseline / (seconds + rest):10.2f}x   {name}{mark}"
+        worth = decision.worth.get(name, 1.0)
+        learns = f" (a step is worth {worth:.2g})" if worth != 1 else ""
+        yield f"{_time(seconds + rest):>9}   {worth * baseline / (seconds + rest):10.2f}x   {name}{learns}{mark}"
     if len(ordered) > len(shown):
         yield f"and {len(ordered) - len(shown)} slower candidates"
     yield ""
@@ -159,6 +164,10 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
         yield rough
     if list(chooser.codecs) == ["dense"]:
         yield "no codec was tried, because none may change gradients unless it is listed: [comm.auto] allow = […]"
+    if isinstance(chooser, ReplicaChooser) and decision.choice in chooser.local:
+        predicted = _time(facts["predicted_step_seconds"])
+        yield f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, and {predicted} is with their merges"
+        return
     error = facts["predicted_step_seconds"] / planned.measured - 1
     yield (
         f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, "

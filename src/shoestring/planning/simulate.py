@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoestring.core.trace import Kind, Trace
@@ -83,19 +83,34 @@ class Decision:
     choice: str
     reason: str
     predicted: dict[str, float]
+    worth: dict[str, float] = field(default_factory=dict)
+    """Steps of the first candidate that a step of a candidate is worth, where that is known."""
 
     @property
     def seconds(self) -> float:
         return self.predicted[self.choice]
 
 
-def choose(candidates: Mapping[str, Priced], trace: Trace, cluster: Cluster, *, margin: float) -> Decision:
+def choose(
+    candidates: Mapping[str, Priced],
+    trace: Trace,
+    cluster: Cluster,
+    *,
+    margin: float,
+    worth: Mapping[str, float] | None = None,
+) -> Decision:
     """Choose the first candidate, unless another is faster by more than `margin` of its time. Then choose the fastest,
-    or the first candidate that is within half of the margin of the fastest."""
+    or the first candidate that is within half of the margin of the fastest.
+
+    Args:
+        worth: steps that a step of a candidate is worth, 1 where there is none; fast is who makes most of them.
+    """
     predicted = {name: makespan(each.predict(trace, cluster)) for name, each in candidates.items()}
-    first, best = next(iter(predicted)), min(predicted, key=predicted.__getitem__)
-    if predicted[best] >= predicted[first] * (1 - margin):
-        return Decision(first, f"no candidate is more than {margin:.0%} faster", predicted)
-    close = next(name for name, seconds in predicted.items() if seconds <= predicted[best] * (1 + margin / 2))
-    gain = predicted[first] / predicted[close]
-    return Decision(close, f"{gain:.2f}x as fast as {first}", predicted)
+    worths = {name: (worth or {}).get(name, 1.0) for name in predicted}
+    times = {name: seconds / worths[name] for name, seconds in predicted.items()}
+    first, best = next(iter(times)), min(times, key=times.__getitem__)
+    if times[best] >= times[first] * (1 - margin):
+        return Decision(first, f"no candidate is more than {margin:.0%} faster", predicted, worths)
+    close = next(name for name, seconds in times.items() if seconds <= times[best] * (1 + margin / 2))
+    gain = times[first] / times[close]
+    return Decision(close, f"{gain:.2f}x as fast as {first}", predicted, worths)

@@ -42,6 +42,7 @@ class Chooser:
         trials: forward and backward passes that are timed.
         torus: whether codecs may run between hosts only.
         install: attaches the exchange of a candidate to the job.
+        worth: steps of DDP that a step of a codec is worth, by call, where that is not 1.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Chooser:
         trials: int,
         torus: bool,
         install: Callable[[Candidate], None],
+        worth: Mapping[str, float] | None = None,
     ) -> None:
         self.job, self.name, self.codecs, self.install = job, name, codecs, install
-        self.trials, self.torus = trials, torus
+        self.trials, self.torus, self.worth = trials, torus, worth or {}
         self.choice: Candidate | None = None
         self.decision: Decision | None = None
         self.measured: Measurements | None = None
@@ -77,6 +79,11 @@ class Chooser:
             return str(self.choice or "")
         decision = self.decision
         text = f"{decision.choice}, {decision.reason}; {decision.seconds:.3g} s a step before the optimizer's"
+        worth, whole = decision.worth.get(decision.choice, 1.0), self.job.trace.facts.get("predicted_step_seconds")
+        if worth != 1:
+            text += f", worth {worth:.2g} of DDP's"
+        if whole:
+            text += f"; {whole / worth:.3g} s in all for what a step of DDP learns"
         doubt = self.measured and explain_spread(self.measured)
         return f"{text}; {doubt}" if doubt else text
 
@@ -87,13 +94,17 @@ class Chooser:
             began = time.perf_counter()
             trial = Trial(self.job, self.forward, batch, self.codecs, trials=self.trials, torus=self.torus)
             measured = self.measured = trial.measure()
-            decision, choice = self.job.world.decide(lambda: [asdict(part) for part in decide(measured)])
+            decision, choice = self.job.world.decide(lambda: [asdict(part) for part in self.decide(measured)])
             self.decision = Decision(**decision)
             self.adopt(Candidate.from_json(choice))
             log.info("%s: %s", self.name, self)
             self.job.trace.aside += time.perf_counter() - began
         self.forwards += torch.is_grad_enabled()
         return self.forward(model, batch)
+
+    def decide(self, measured: Measurements) -> tuple[Decision, Candidate]:
+        """Decide from what all ranks measured; called on one rank."""
+        return decide(measured, self.worth)
 
     def adopt(self, choice: Candidate) -> None:
         """Attach the choice; nothing where it is DDP as it stands."""
@@ -134,6 +145,7 @@ class Chooser:
             rest = median(self.times[1:]) + accumulated * facts["local_seconds"]
             facts["predicted_step_seconds"] = self.decision.seconds + rest
             facts["predicted_ddp_seconds"] = next(iter(self.decision.predicted.values())) + rest
+            facts["predicted_worth"] = self.decision.worth.get(self.decision.choice, 1.0)
             self.job.forward = self.forward
 
     # -- what survives a restart --------------------------------------------------------------------------------------

@@ -126,8 +126,8 @@ class Measurements:
         return CodecCost.fit(self.pieces, slowest[:-1], slowest[-1])
 
 
-def decide(measured: Measurements) -> tuple[Decision, Candidate]:
-    """Choose DDP as it is, unless a candidate is faster by more than `MARGIN`; then the fastest candidate.
+def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> tuple[Decision, Candidate]:
+    """Choose DDP as it is, unless a candidate reaches a loss faster by more than `MARGIN`; then the fastest candidate.
 
     The first parts of a chosen codec stay uncompressed where their exchange is overlapped by computing anyway, because
     compressing them gains nothing.
@@ -136,12 +136,14 @@ def decide(measured: Measurements) -> tuple[Decision, Candidate]:
     ddp, *others = list_candidates(measured)
     candidates = {"DDP": ddp} | {str(candidate): candidate for candidate in others}
     prices = {name: price(candidate, measured, costs) for name, candidate in candidates.items()}
-    decision = choose(prices, trace, cluster, margin=MARGIN)
+    worths = {name: (worth or {}).get(each.codec, 1.0) for name, each in candidates.items()}
+    decision = choose(prices, trace, cluster, margin=MARGIN, worth=worths)
     candidate = candidates[decision.choice]
     for variant, seconds in leave_first_parts_whole(candidate, measured, costs, trace, cluster):
         if seconds <= decision.seconds * (1 + MARGIN / 2):
             predicted = decision.predicted | {str(variant): seconds}
-            return replace(decision, choice=str(variant), predicted=predicted), variant
+            worths |= {str(variant): worths[decision.choice]}
+            return replace(decision, choice=str(variant), predicted=predicted, worth=worths), variant
     return decision, candidate
 
 

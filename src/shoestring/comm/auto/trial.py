@@ -50,8 +50,6 @@ class Trial:
 
     def measure(self) -> Measurements:
         """Measure; every rank calls it, and gets the same result."""
-        model = self.job.model
-        assert isinstance(model, DistributedDataParallel)
         with restoring(self.job):
             self.local_pass()
             passes = [self._timed_pass() for _ in range(self.trials)]
@@ -73,8 +71,8 @@ class Trial:
             pieces=[sum(self.parameters[name].nbytes for name in piece) for piece in self._pieces()],
             links=links,
             ranks=[RankMeasurements.from_json(json.loads(message)) for message in everyone],
-            bucket=model.bucket_bytes_cap,
-            lanes=1 if "nccl" in dist.get_backend_config(model.process_group) else 2,
+            bucket=self.job.model.bucket_bytes_cap if isinstance(self.job.model, DistributedDataParallel) else 0,
+            lanes=1 if "nccl" in dist.get_backend_config(getattr(self.job.model, "process_group", None)) else 2,
             shard=self.world.ranks_over([LOCAL]) if self.torus else 1,
         )
 

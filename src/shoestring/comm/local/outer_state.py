@@ -31,16 +31,20 @@ def install(job: Job, settings: LocalSteps) -> None:
     if job.world.ranks_over(settings.over) > 1:
         job.refuse_with(outer.refuse)
     keep_state(job, outer)
+    let_replicas_differ(job, settings.over)
 
 
 def keep_state(job: Job, outer: OuterOptimizer) -> None:
-    """Declare what is saved: weights and optimizer state differ between replicas, the outer optimizer's do not."""
+    """Declare what is saved of the outer optimizer, which is the same for all replicas, and of each rank's codecs."""
     sharded = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
     job.keep("outer", SharedState(outer), across="shard" if sharded else "same")
     own = RankState(outer)
     job.keep("replica", own, across="own", merge=own.merge)
-    replicas = job.world.ranks_over(outer.settings.over)
-    mine = job.world.index_over(outer.settings.over)
+
+
+def let_replicas_differ(job: Job, over: Sequence[str]) -> None:
+    """Declare that weights and optimizer state differ between the replicas along these mesh axes."""
+    replicas, mine = job.world.ranks_over(over), job.world.index_over(over)
 
     def take_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """One former rank's state: the same for all ranks of a replica, different replicas take different ones."""

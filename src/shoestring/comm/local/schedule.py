@@ -1,10 +1,11 @@
 """When replicas are merged: a function of the run's progress, so there is nothing to save.
 
-Integers only, because all ranks must find the same steps whatever their processors.
+Merges are found with integers only, because all ranks must find the same steps whatever their processors.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ class MergeSchedule:
             if (first := starts[-1] + number * length) >= after:
                 return
             yield first, length
+
+
+def merges_per_step(every: int, final_every: int, total: int) -> float:
+    """Merges a step, on average over a run of `total` steps, 0 where its end is not known."""
+    if total and final_every > every:
+        return math.log(final_every / every) / (final_every - every)
+    return 1 / every
 
 
 @cache
