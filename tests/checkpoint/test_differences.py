@@ -7,9 +7,10 @@ from pathlib import Path
 
 import differing_ranks
 import pytest
+from torch import nn
 
 from shoestring import comm, optim, parallel
-from shoestring.checkpoint import Tiered
+from shoestring.checkpoint import Tiered, attach
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job
@@ -256,3 +257,9 @@ def test_a_run_says_that_no_step_is_repeated_and_what_that_costs(pool, tmp_path)
     job = Job(jobs.tiny(), world=World(rank=0, size=2))
     assert "no step repeated: the newest 8 are replayed" in Tiered(differences=8).explain(job)
     assert "no step" not in Tiered(differences=8).explain(Job(jobs.tiny(), world=World()))
+
+
+def test_a_program_whose_steps_are_not_known_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="replays steps of a job"):
+        attach({"model": model}, settings=Tiered(differences=8))

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from shoestring.testing.checkpointing import kills
-from shoestring.testing.checkpointing.trainee import FaultyRun, finished, run
+from shoestring.testing.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
 
 pytestmark = pytest.mark.slow
 POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands
 
 
-@pytest.fixture(params=["ddp", "fsdp"])
+@pytest.fixture(params=["ddp", "fsdp", REPLAYED])
 def task(request, tmp_path):
     return FaultyRun(folder=str(tmp_path / "task"), under=request.param)
 

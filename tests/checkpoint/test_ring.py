@@ -124,3 +124,10 @@ def test_where_memory_has_no_room_the_process_keeps_it_for_itself(ring, tmp_path
     (tmp_path / "shoestring-0").write_text("no folder")
     assert whole(filled(made, 2), 2) and made.slot.lacking
     shutil.rmtree(tmp_path / "shoestring-0", ignore_errors=True)
+
+
+def test_a_ring_that_is_found_is_leased_before_it_is_written_to(ring):
+    filled(ring(), 3)
+    again = ring(reason="no room")
+    assert again.open() and whole(again, 3)
+    assert again.write({"step": 4}, contents(4)) == 0 and again.refused and not again.path.exists()

@@ -20,7 +20,7 @@ from shoestring.checkpoint.recovery.resume import forget_all, resume
 from shoestring.checkpoint.tiers.slots import Slot, slots_folder
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Phase
+from shoestring.core.feature import DATA, Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
@@ -72,6 +72,10 @@ def _differences(job: Job, checkpointer: Checkpointer) -> Differences | None:
         raise ConfigError(f"`{settings.name}.differences` cannot replay steps that a loss scale may skip", hint=hint)
     averages = next((each.state for each in job.kept.values() if isinstance(each.state, KeptAverages)), None)
     if averages is None:
+        if job.world.ranks_over(DATA) > 1:
+            raise ConfigError(
+                f"`{settings.name}.differences` finds nothing that keeps averages", hint="add [comm.dense]"
+            )
         return None
     slot = Slot(checkpointer.folder / f"{STEPS}-{job.world.local_rank}", checkpointer.files)
     claim, group, steps = checkpointer.claim, checkpointer.group, settings.differences
@@ -156,6 +160,9 @@ class Attached:
     def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
         self.progress, world = Progress(), World.current()
         settings.validate(world.hosts)
+        if settings.differences:
+            said = f"`{settings.name}.differences` replays steps of a job, which `checkpoint.attach` knows nothing of"
+            raise ConfigError(said, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`")
         _check_names(state, own)
         self._hooks: list[Callable[[], None]] = []
         kept = {name: Kept(each, "shard", None) for name, each in state.items()}

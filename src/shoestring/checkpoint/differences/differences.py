@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from shoestring.checkpoint.differences.ring import Found, Ring
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import CheckpointId
+from shoestring.checkpoint.format.state import reason_of
 from shoestring.checkpoint.tiers import budget
+from shoestring.core.errors import CheckpointError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.trace import span
@@ -117,7 +119,7 @@ class Differences:
         there = self._there(base, read)
         count = min(self.group.all_gather(len(there)))
         with span("replay", "compute"):
-            done = self._replayed(there[:count], read)
+            done, last = self._replayed(there[:count], read)
             agreed = min(self.group.all_gather(done))
             if agreed < count:
                 log.warning(
@@ -125,7 +127,8 @@ class Differences:
                     base.step + agreed + 1,
                 )
                 reload()
-                self._replayed(there[:agreed], read)
+                _, last = self._replayed(there[:agreed], read)
+            self._finish(last)
         self.replayed, seconds = agreed, time.perf_counter() - began
         if agreed and self.job.world.first:
             log.info("replayed %d steps after step %d in %.2f s", agreed, base.step, seconds)
@@ -154,20 +157,40 @@ class Differences:
             found.append(_named(difference[0]))
         return found
 
-    def _replayed(self, steps: list[CheckpointId], read: Callable[[int], Found | None]) -> int:
-        """Replay steps, up to the first that did something else than then; how many did not."""
+    def _replayed(self, steps: Sequence[CheckpointId], read: Callable[[int], Found | None]) -> tuple[int, Found | None]:
+        """Replay steps, up to the first that did something else than then; how many did not, and the last of them."""
         last: Found | None = None
-        count = 0
         with self._no_capture():
-            for checkpoint in steps:
+            for count, checkpoint in enumerate(steps):
                 difference = read(checkpoint.step)
-                if difference is None or not self.content.step(*difference):
-                    break
-                last, count = difference, count + 1
-        self.job.progress.total = self._total
-        if last is not None:
-            self.content.finish(*last)
-        return count
+                if difference is None or not self._same(*difference):
+                    return count, last
+                last = difference
+        return len(steps), last
+
+    def _same(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+        """Replay a step; whether it did the same as then."""
+        try:
+            return self.content.step(header, tensors)
+        except (LookupError, TypeError, ValueError) as error:  # another rank must not wait for this one
+            log.warning("cannot replay step %d: %s", header["step"], error)
+            return False
+
+    def _finish(self, last: Found | None) -> None:
+        """Take the states after the last replayed step; a collective.
+
+        Raises:
+            CheckpointError: on all ranks: they do not fit.
+        """
+        self.job.progress.total, reason = self._total, ""
+        try:
+            if last is not None:
+                self.content.finish(*last)
+        except Exception as error:  # whatever a state of the user's own raises
+            reason = reason_of(error)
+        if reason := next(filter(None, self.group.all_gather(reason)), ""):
+            hint = "set checkpoint.tiered.differences = 0 to continue from the checkpoint before it"
+            raise CheckpointError(f"a replayed step has states that do not fit this run: {reason}", hint=hint)
 
     @contextmanager
     def _no_capture(self) -> Iterator[None]:

@@ -77,6 +77,7 @@ class Ring:
         """Why nothing is kept any more."""
         self._size, self._found = 0, cells  # bytes of a cell, and number of cells, as the file has them
         self._room: Tensor | None = None
+        self._leased = False
 
     @property
     def path(self) -> Path:
@@ -134,11 +135,16 @@ class Ring:
 
     def _lay_out(self, nbytes: int) -> None:
         """Make cells of at least so many bytes; what was in smaller ones, or in another number of them, is gone."""
-        if self.refused or (self._room is not None and nbytes <= self._size and self._found == self.cells):
+        fits = self._room is not None and nbytes <= self._size and self._found == self.cells
+        if self.refused or (fits and self._leased):
             return
-        self._size, self._found = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
+        if not fits:
+            self._size, self._found = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
         if reason := self.lease(_PAGE + self.cells * self._size):
             self.close(reason)
+            return
+        self._leased = True
+        if fits:  # an earlier process has made it
             return
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
         self._room[:_PAGE] = 0

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from shoestring.checkpoint import Tiered, attached
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.tiered import Checkpointer
-from shoestring.comm import PowerSGD
+from shoestring.comm import PowerSGD, Quantize
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
 from shoestring.core.job import Job
@@ -40,6 +40,8 @@ from shoestring.testing.fork_server import ForkedProcess
 PATIENCE = 60.0  # seconds for one start of a run
 ROW = 1024  # weights
 GATE = "gate"
+REPLAYED = "differences"
+"""Replicas whose steps since the newest checkpoint are kept, and replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class FaultyRun:
     """Ranks of a host."""
     steps: int = 12
     under: str = "ddp"
+    """Of what kind it is: "ddp" with residuals, "fsdp", or REPLAYED."""
     mass: int = 0
     """Bytes of state that each rank holds besides that of the tiny model, rounded up to some kilobytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +80,9 @@ def kind_of(path: Path) -> str:
         return "new history" if name.endswith(".tmp") else "history"
     if name.startswith("lock"):
         return "lock in memory" if "-" in name else "lock"
-    for ending in (".seal", ".private", ".share", ".rest", ".copy", ".parity"):
+    if name.endswith((".differences", ".differences.tmp")):
+        return "new differences" if name.endswith(".tmp") else "differences"
+    for ending in (".seal", ".private", ".share", ".rest", ".copy", ".parity", ".ring"):
         if name.endswith(ending):
             return f"{name.partition('-')[0]} {ending[1:]}"
     if "manifest" in name:
@@ -169,7 +174,10 @@ def train(task: FaultyRun, rank: int, meet: Callable[..., None]) -> None:
                 pass_gate(task)
             world = job.world
             job.step(jobs.batch(number, world.rank, world.size))
-            say(task, rank, "safe", json.dumps([job.progress.step, max(safe_steps(job)), task.start]))
+            safe = safe_steps(job)
+            if task.under == REPLAYED and safe[0]:  # all ranks kept the step before, or this one could not have ended
+                safe.append(job.progress.step - 1)
+            say(task, rank, "safe", json.dumps([job.progress.step, max(safe), task.start]))
         (task.place / f"end-{rank}.json").write_text(json.dumps([digest(job), sorted(killer.passed)]))
     dist.barrier()
     dist.destroy_process_group()
@@ -198,6 +206,9 @@ def job_of(task: FaultyRun, trace: Trace) -> Job:
     world = World.current()
     features: list[Feature] = [FSDP()] if task.under == "fsdp" else [DDP(), PowerSGD(rank=1, parts=1)]
     settings: dict[str, Any] = {"memory_every": 1, "peers_every": 2, "disk_every": 4}
+    if task.under == REPLAYED:
+        features = [DDP(), Quantize(bits=4)]
+        settings |= {"memory_every": 3, "peers_every": 3, "differences": 8, "differences_on": "disk"}
     settings |= {"folder": str(task.place / "saves"), "memory": str(task.place / "memory")}
     features.append(Tiered(**settings | dict(task.settings)))
     job = Job(
