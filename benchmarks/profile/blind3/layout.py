@@ -161,8 +161,8 @@ class Stream(nn.Module):
         super().__init__()
         self.doubles = doubles
         self.norms = nn.ModuleList([nn.LayerNorm(128) for _ in range(6)])
-        self.downs = nn.ModuleList([nn.Linear(128, 64) for _ in range(6)])
-        self.ups = nn.ModuleList([nn.Linear(64, 128) for _ in range(6)])
+        self.downs = nn.ModuleList([nn.Linear(128, 32) for _ in range(6)])
+        self.ups = nn.ModuleList([nn.Linear(32, 128) for _ in range(6)])
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, down, up in zip(self.norms, self.downs, self.ups, strict=True):

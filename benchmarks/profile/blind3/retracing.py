@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.profile.planted.program import Planted, seeded, weights
-
-log = logging.getLogger(__name__)
 
 Field = Callable[[Tensor], Tensor]
 
@@ -124,52 +121,11 @@ def attend(steps: int, padded: bool) -> list[Tensor]:
     return weights(model)
 
 
-def watched(x: Tensor, name: str) -> Tensor:
-    if log.isEnabledFor(logging.WARNING):
-        norm = float(x.norm())  # fault: watches-norms
-        if norm > 1e4:
-            log.warning("%s has a norm of %g", name, norm)
-    return x
-
-
-def unwatched(x: Tensor, name: str) -> Tensor:
-    return x
-
-
-class Watched(nn.Module):
-    def __init__(self, watch: Callable[[Tensor, str], Tensor]) -> None:
-        super().__init__()
-        self.watch = watch
-        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = self.watch(x + torch.relu(layer(x)), f"layer {number}")
-        return x
-
-
-def watching(steps: int, watch: Callable[[Tensor, str], Tensor]) -> list[Tensor]:
-    """Warns of activations that explode, from within compiled code; the twin leaves that to the last layer's."""
-    random = seeded()
-    torch._dynamo.reset()
-    model = Watched(watch).eval()
-    compiled = torch.compile(model, backend="eager")
-    found = []
-    with torch.no_grad():
-        for _ in range(steps):
-            sounds = torch.randn(16, 1024, generator=random)
-            spectrum = torch.fft.rfft(sounds).abs()
-            pitches = F.adaptive_avg_pool1d(spectrum, 40)
-            found.append(watched(compiled(pitches), "output").mean(0))
-    return found
-
-
 PROGRAMS = [
     Planted(name, "retracing", run, fixed, steps, __name__)
     for name, run, fixed, steps in (
         ("compiled-in-the-loop", lambda n: flow(n, True), lambda n: flow(n, False), 100),
         ("traced-for-each-request", lambda n: requests(n, False), lambda n: requests(n, True), 90),
         ("neighbours-by-count", lambda n: attend(n, False), lambda n: attend(n, True), 40),
-        ("watches-norms", lambda n: watching(n, watched), lambda n: watching(n, unwatched), 1000),
     )
 ]
