@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 
 def gpu_rows() -> list[Bar]:
     """The bars that need a GPU, for `benchmarks.gpu`."""
-    from benchmarks.comm.gpu import rows
+    from benchmarks.comm import at_size, gpu
 
-    return rows()
+    return [*gpu.rows(), *at_size.rows()]
