@@ -8,7 +8,10 @@ from stand_ins import ALGORITHM, sparse_units
 from torch import nn
 
 import shoestring as ss
+from shoestring.core.task import cross_entropy
+from shoestring.memory.predicted import predict
 from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.optim import AdamW
 from shoestring.precision import Autocast
 from shoestring.sparse import SRSTE, SSTE, TSRSTE, operands, semi_structured
 from shoestring.sparse.masked import pruned_forms
@@ -300,6 +303,20 @@ def test_a_weight_is_packed_once_a_step_of_several_micro_batches(units):
         trained(feature, steps=steps, micro=3)
         counts.append(units.compressed)
     assert counts[1] - counts[0] == 2 * 2 * 2  # W and Wᵀ of two layers in two blocks
+
+
+@pytest.mark.parametrize(("feature", "bytes_a_weight"), [
+    (TSRSTE(calibrate=0.0, tail=0.0), 2 * 9 / 8), (SRSTE(), 9 / 8 + 2),
+], ids=["tsrste", "srste"])  # fmt: skip
+def test_a_predicted_peak_counts_what_is_packed(units, monkeypatch, feature, bytes_a_weight):
+    peaks = []
+    for imagine in (SparseOperand.imagine, lambda *_: None):
+        monkeypatch.setattr(SparseOperand, "imagine", imagine)
+        with torch.device("meta"):
+            model = GPT(GPTConfig(vocab_size=512, dim=64, layers=1, heads=2, kv_heads=2, hidden=128, context=16))
+        features = [feature, AdamW(), Autocast(dtype="bf16")]
+        peaks.append(predict(model, features, cross_entropy, (64, 16), ranks=1).peak)  # of activations, most of all
+    assert peaks[0] - peaks[1] == pytest.approx(3 * 64 * 128 * bytes_a_weight, abs=128)
 
 
 def gradients(compiled, tokens):

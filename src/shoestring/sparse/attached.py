@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoestring._torch import is_fake
 from shoestring.core.feature import Phase, Seam
 from shoestring.sparse import feed_forward, semi_structured
 from shoestring.sparse.mvue import next_key
 from shoestring.sparse.operands import SparseOperand
-from shoestring.sparse.product import SparseUnits, on_units, product
+from shoestring.sparse.product import SparseUnits, autocast_dtype, on_units, product
 from shoestring.sparse.report import FUSED, MaskMetrics
 from shoestring.sparse.shards import why_apart
 
@@ -101,6 +102,7 @@ class SparseLayers:
             self.job.patch(layer, partial(self.forward, name, layer))
         if semi_structured.available(self.job.world.device):
             self._fuse()
+            self._prepare_units()
 
     def _fuse(self) -> None:
         """Fuse the activations of feed-forward layers, and let their products read and write by columns."""
@@ -116,6 +118,8 @@ class SparseLayers:
             return F.linear(x, layer.weight, layer.bias)
         units = self.units.get(name) if self.method.two_four and on_units(x, layer.weight) else None
         weight = layer.weight if units else self.method.weight(name, layer.weight)
+        if units and not torch.compiler.is_compiling() and is_fake(weight) and self._is_whole(name):
+            self.operands[name].imagine(weight, autocast_dtype(x) or weight.dtype)
         key = self.key(name) if self.settings.mvue and torch.is_grad_enabled() else None
         groups = -(-(x.numel() // x.shape[-1]) // 4)
         return product(x, weight, layer.bias, key, first=self.place * groups, fp8=self.method.fp8, units=units)
@@ -134,8 +138,8 @@ class SparseLayers:
             self.method.start()
         alike = all(axis in job.replicas for axis in job.data_axes if job.world.axes.get(axis, 1) > 1)
         job.keep(self.settings.name, self, across="same" if alike else "own")  # replicas that train alone differ
-        if semi_structured.available(job.world.device):
-            self._prepare_units()
+        for name, operand in self.operands.items():
+            operand.remembered = self._is_whole(name)
         job.at(Phase.FORWARD, self.method.before_step)
         job.at(Phase.FORWARD, self._forget_operands)  # masks are others
         job.at(Phase.GRAD, self._forget_operands)  # weights will be
@@ -144,10 +148,13 @@ class SparseLayers:
 
     def _prepare_units(self) -> None:
         for name in self.choice.sparse:
-            whole = not isinstance(self.job.trained[f"{name}.weight"], DTensor)
-            prune = partial(self.method.pruned, name)
-            operand = self.operands[name] = SparseOperand(prune, both=self.settings.rows_too, remembered=whole)
+            operand = SparseOperand(partial(self.method.pruned, name), both=self.settings.rows_too)
+            self.operands[name] = operand
             self.units[name] = SparseUnits(operand.number, name in self.fused_first, name in self.fused_last)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether this rank has all rows of a weight at all times."""
+        return not isinstance(self.job.trained[f"{name}.weight"], DTensor)
 
     def _forget_operands(self) -> None:
         for operand in self.operands.values():
@@ -159,6 +166,8 @@ class SparseLayers:
         del self.choice.sparse[name]
         self.method.forget(name)
         del self.calls[name]
+        self.operands.pop(name, None)
+        self.units.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         return self.method.state_dict() | {"calls": dict(self.calls)}

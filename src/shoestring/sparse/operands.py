@@ -58,6 +58,7 @@ class SparseOperand:
         self.number = next(_numbers)
         self._key: tuple[Any, ...] = ()
         self._forms: WeightForms | None = None
+        self._imagined: Tensor | None = None
         operands[self.number] = self
 
     def forms(self, weight: Tensor, dtype: torch.dtype) -> WeightForms:
@@ -69,13 +70,20 @@ class SparseOperand:
             self._key, self._forms = key, WeightForms(self, weight, dtype, both=self.both)
         return self._forms
 
+    def imagine(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Hold as many bytes as the forms of a step, for a weight that is fake: what its memory is predicted by."""
+        kept = 2 * _PACKED if self.both else _PACKED + 1  # dense in the backward pass, where columns are not 2:4
+        if self._imagined is None:
+            self._imagined = weight.new_empty(round(weight.numel() * kept), dtype=dtype)
+
     def forget(self) -> None:
-        self._key, self._forms = (), None
+        self._key, self._forms, self._imagined = (), None, None
 
 
 operands: WeakValueDictionary[int, SparseOperand] = WeakValueDictionary()
 """By their numbers, which operators can take where they cannot take objects."""
 _numbers = count()
+_PACKED = 9 / 16  # entries of a packed weight over those of the weight
 
 
 class WeightForms:
