@@ -203,7 +203,8 @@ class Contest:
         return worth * self.free * at / self.pace(method, rate, self._computed_seconds).elapsed(at)
 
     def _computed_seconds(self, method: Method, rate: str) -> float:
-        hidden = float(method.settings.get("delay", 0)) * self.free
+        settings = method.settings
+        hidden = float(settings.get("delay", 0) * settings.get("fragments", 1)) * self.free
         wire = self._wire_seconds(method, rate) * method.period
         return self.free + max(0.0, wire - hidden) / method.period
 
