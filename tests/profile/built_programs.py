@@ -31,7 +31,7 @@ class Program:
         self.builder.add(node, own=round(python * MILLISECOND))
         return node
 
-    def call(self, above, name, forward, backward=0.0, count=0, kind=NodeKind.OPERATOR, **columns):
+    def call(self, above, name, forward, backward=0.0, count=0, kind=NodeKind.OPERATOR, gradient="", **columns):
         count = count or self.steps
         node = self.builder.node(above, kind, name if kind == NodeKind.SPAN else f"aten::{name}")
         own = round(forward * MILLISECOND)
@@ -40,7 +40,10 @@ class Program:
             engine = self.builder.node(self.line(99), NodeKind.OPERATOR, f"{ENGINE}{name}Backward0")
             link = self.builder.node(engine, NodeKind.LINK, "", 0, node)
             function = self.builder.node(link, NodeKind.BACKWARD, f"{name}Backward0")
-            self.builder.add(function, count=count, own=round(backward * MILLISECOND))
+            own = round(backward * MILLISECOND)
+            self.builder.add(function, count=count, own=own, least=own // count)
+            if gradient:
+                self.builder.node(function, NodeKind.OPERATOR, f"aten::{gradient}")
         return node
 
     def model(self, milliseconds=50.0):

@@ -57,6 +57,24 @@ def test_a_finding_is_on_the_line_of_a_package_whose_lines_count_as_the_programs
         assert [finding.file.endswith(file) for finding in program.found("fusible")] == [True]
 
 
+def test_a_formula_that_guards_its_logarithms_is_fusible_and_a_norm_that_is_limited_is_none_of_them():
+    program = Program().model()
+    lines = (
+        ("neg", "exp", "add", "reciprocal"),
+        ("clamp",),
+        ("log", "mul", "rsub", "rsub", "log", "mul", "add", "neg"),
+    )
+    for number, names in enumerate((*lines, ("mean",)), 20):
+        for name in names:
+            program.call(program.line(number, "loss"), name, 3, 2, inputs=BIG, variants=1)
+    (finding,) = program.found("fusible")
+    assert "binary_cross_entropy_with_logits" in finding.advice
+    limited = Program().model()
+    for name in ("linalg_vector_norm", "add", "reciprocal", "mul", "clamp"):
+        limited.call(limited.line(20), name, 8, 2, inputs=BIG, variants=1)
+    assert limited.found("fusible") == []
+
+
 def test_a_fused_gelu_and_a_few_operators_that_no_operator_replaces_are_not_fusible():
     program = Program().model()
     program.call(program.line(20, "gelu"), "gelu", 12, 14, inputs=BIG, variants=1)
@@ -82,6 +100,19 @@ def test_an_optimizer_is_found_if_it_updates_each_parameter_by_itself(calls):
         assert "about 40 parameters" in finding.evidence
 
 
+@pytest.mark.parametrize(("updates", "found"), [(("mul_", "addcmul_", "addcdiv_"), True), (("_foreach_mul_",), False)])
+def test_an_optimizer_whose_costs_are_not_known_is_found_by_its_operators(updates, found):
+    program = Program().model()
+    step = program.call(program.line(40), "Optimizer.step#Rprop.step", 1, kind=NodeKind.SPAN)
+    inside = program.library(step, "optim/rprop.py", "step")
+    for name in (*updates, "mul", "sign"):
+        program.call(inside, name, 12, count=5000, inputs="float32[64,64] -> float32[64,64]")
+    findings = program.found("optimizer")
+    assert len(findings) == found
+    if found:
+        assert "foreach=True" in only(findings, 40).advice
+
+
 def test_a_loop_of_ones_own_that_updates_parameters_is_an_unfused_optimizer():
     program = Program().model()
     program.call(program.line(99), "Optimizer.step#SGD.step", 1, kind=NodeKind.SPAN)
@@ -92,15 +123,37 @@ def test_a_loop_of_ones_own_that_updates_parameters_is_an_unfused_optimizer():
     assert "_foreach_" in only(program.found("optimizer"), 40).advice
 
 
-def test_a_table_whose_gradient_is_dense_is_imbalanced_and_one_with_usual_gradients_is_not():
-    looked_up = "float32[100000,32], int64[512] -> float32[512,32]"
+@pytest.mark.parametrize(
+    ("rows", "gradient", "found"),
+    [
+        (100_000, "embedding_dense_backward", True),
+        (100_000, "_sparse", False),
+        (1000, "embedding_dense_backward", False),
+    ],
+)
+def test_a_gradient_of_all_rows_is_found_where_few_are_taken_and_it_is_dense(rows, gradient, found):
+    program, table = Program().model(), f"float32[{rows},32]"
+    inputs = f"{table}, int64[512] -> float32[512,32]"
+    program.call(program.line(20), "embedding", 1, 8, inputs=inputs, variants=1, gradient=gradient)
+    program.call(
+        program.library(program.line(97), "optim/sgd.py", "step"), "add_", 20, inputs=f"{table}, {table}", variants=1
+    )
+    findings = program.found("imbalance")
+    assert len(findings) == found
+    if found:
+        assert "sparse=True" in only(findings, 20).advice
+        assert "28 ms with the updates" in findings[0].evidence
+
+
+@pytest.mark.parametrize(("least", "found"), [(0.9, True), (0.01, False)])
+def test_gradients_that_only_other_programs_make_long_are_not_imbalanced(least, found):
     program = Program().model()
-    program.call(program.line(20), "embedding", 1, 60, inputs=looked_up, variants=1)
-    finding = only(program.found("imbalance"), 20)
-    assert "sparse=True" in finding.advice
-    usual = Program().model()
-    usual.call(usual.line(20), "embedding", 2, 9, inputs=looked_up, variants=1)
-    assert usual.found("imbalance") == []
+    node = program.call(
+        program.line(20), "cumsum", 1, 90, inputs="float32[100,100] -> float32[100,100]", gradient="flip"
+    )
+    (function,) = [each for each, row in enumerate(program.builder.rows) if each > node and row[1] == NodeKind.BACKWARD]
+    program.builder.numbers[function]["least"] = round(least * MILLISECOND)
+    assert len(program.found("imbalance")) == found
 
 
 @pytest.mark.parametrize(("count", "found"), [(20_000, True), (100, False)])
@@ -157,6 +210,54 @@ def test_a_conversion_that_another_takes_back_is_found_and_one_alone_is_not():
     assert converted(("float32", "bfloat16"), ("int64", "float32")).found("layout") == []
 
 
+def test_conversions_at_first_or_of_a_library_are_not_taken_back():
+    program = converted(("float32", "bfloat16"))
+    back = program.line(21)
+    node = program.call(back, "to", 4, inputs="bfloat16[64,64] -> float32[64,64]", variants=1, count=1)
+    program.call(node, "_to_copy", 8, count=1)
+    assert program.found("layout") == []
+    program = Program().model()
+    for number in (20, 21):
+        inside = program.library(program.line(number), "nn/functional.py", "attention")
+        program.call(program.call(inside, "contiguous", 4), "clone", 8)
+    assert program.found("layout") == []
+
+
+@pytest.mark.parametrize(
+    ("made", "found"), [("float32[8,16,32,32] channels_last", True), ("float32[8,16,32,32]", False)]
+)
+def test_a_layout_that_a_convolution_takes_back_is_converted_back_and_forth(made, found):
+    program = Program().model()
+    inside = program.library(program.line(20), "nn/functional.py", "conv2d")
+    program.call(
+        inside, "conv2d", 9, flops=10**9, inputs=f"float32[8,16,32,32], float32[16,16,3,3] -> {made}", variants=1
+    )
+    copy = program.call(
+        program.line(22), "contiguous", 4, inputs="float32[8,16,32,32] channels_last -> float32[8,16,32,32]", variants=1
+    )
+    program.call(copy, "clone", 8)
+    findings = program.found("layout")
+    assert len(findings) == found
+    if found:
+        only(findings, 22)
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_functions_of_jax_that_are_compiled_again_and_again_are_on_the_line_that_calls_them(times):
+    program = Program().model()
+    program.line(33, python=40)
+    program.facts = Facts(
+        waits={
+            "jax trace: update": Events(times, 0.002, 0.001, f"{FILE}:33"),
+            "jax compile: jit(update)": Events(times, 0.038, 0.02, f"{FILE}:33"),
+        }
+    )
+    findings = program.found("retracing")
+    assert len(findings) == (times > 1)
+    if findings:
+        assert "20 times, which takes 40 ms" in only(findings, 33).evidence
+
+
 @pytest.mark.parametrize("times", [1, 20])
 def test_tracing_again_and_again_is_found_and_tracing_once_is_not(times):
     program = Program().model()
@@ -190,6 +291,43 @@ def test_many_small_collectives_are_exposed_communication():
     node = program.builder.node(inner, NodeKind.OPERATOR, "c10d::allreduce_")
     program.builder.add(node, count=50 * program.steps, own=30 * MILLISECOND)
     assert "buckets" in only(program.found("communication"), 44).advice
+
+
+OVERLAPPED = """
+def work():
+    pending = dist.irecv(total, 1)
+    state = advance(state)
+    pending.wait()
+"""
+
+
+@pytest.mark.parametrize(("meanwhile", "found"), [(20.0, False), (0.0, True)])
+def test_a_wait_is_exposed_where_nothing_is_done_between_it_and_what_it_waits_for(meanwhile, found):
+    program = Program().model(20)
+    program.sources = {FILE: OVERLAPPED}
+    received = program.library(program.line(3, "work"), "distributed/distributed_c10d.py", "irecv")
+    operator = program.builder.node(received, NodeKind.OPERATOR, "c10d::recv_")
+    program.builder.add(operator, count=100, own=MILLISECOND)
+    program.line(4, "work", python=meanwhile)
+    program.line(5, "work", python=60)
+    findings = program.found("communication")
+    assert len(findings) == found
+    if found:
+        assert only(findings, 5).gain is None
+        assert findings[0].limit, "how much of it could be hidden is not known"
+    assert all(finding.line != 5 for finding in program.found("hotspot"))
+
+
+@pytest.mark.parametrize(("averaged", "found"), [(400, True), (100, False)])
+def test_gradients_that_are_averaged_once_for_several_passes_are_no_finding(averaged, found):
+    program = Program().model(20)
+    backward = program.library(program.line(30), "autograd/graph.py", "_engine_run_backward", python=40)
+    program.library(program.line(31), "nn/parallel/distributed.py", "DistributedDataParallel.forward")
+    gradient = program.builder.node(backward, NodeKind.BACKWARD, "torch::autograd::AccumulateGrad")
+    program.builder.add(gradient, count=400, own=MILLISECOND)
+    reducer = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+    program.builder.add(program.builder.node(backward, NodeKind.OPERATOR, reducer), count=averaged, own=MILLISECOND)
+    assert len(program.found("communication")) == found
 
 
 def test_findings_come_with_the_largest_gain_first():

@@ -314,26 +314,26 @@ def test_steps_that_take_longer_are_found_on_the_line_whose_inputs_grow(slope, v
         assert "first quarter of 100 steps" in only(findings, 20).evidence
 
 
-def test_an_interval_is_wider_where_runs_differ_and_gives_its_estimate_back():
-    narrow, wide = gains.interval("fusible", 0.2), gains.interval("fusible", 0.2, 0.05)
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+def test_a_gain_is_told_where_its_interval_says_enough_and_gives_its_estimate_back():
+    narrow, wide = gains.gain("fusible", 0.2), gains.gain("fusible", 0.2, 0.05)
+    assert wide.least < narrow.least < narrow.expected < narrow.most < wide.most
+    assert narrow.figure == (narrow.least, narrow.most)
+    assert wide.figure is None
+    assert replace(narrow, told=False).figure is None
     for gain in (narrow, wide):
-        assert gains.estimate("fusible", gain) == pytest.approx(gains.log_odds(0.2))
-    assert gains.chance("fusible", narrow) == 0
-    assert gains.chance("fusible", wide) == pytest.approx(0.05 / (0.2 * 0.8))
-    assert gains.interval("fusible", 0.0) == (0.0, 0.0)
-    assert gains.interval("fusible", 2.0)[1] < 1
+        assert gains.estimate("fusible", gain.expected) == pytest.approx(gains.log_odds(0.2))
+    assert gains.gain("fusible", 0.0).figure is None
+    assert gains.gain("fusible", 2.0).most < 1
 
 
 def test_calibration_draws_the_errors_of_few_programs_to_those_of_all():
-    sure = [Error("fusible", error, 1e-4) for error in (0.1, 0.12, 0.08)]
-    middle, spread = calibrated(sure)[""]
-    assert (middle, spread) == (pytest.approx(0.1), LEAST), "errors that are all alike"
-    table = calibrated([*sure, Error("layout", 0.5, 1e-4)])
+    alike = [Error("fusible", error) for error in (0.1, 0.12, 0.08)]
+    assert calibrated(alike)[""] == (pytest.approx(0.1), LEAST), "errors that are all alike"
+    table = calibrated([*alike, Error("layout", 0.5)])
     assert table[""][0] < table["layout"][0] < 0.5
-    assert 0.1 < table[""][1] < 0.4
-    by_chance = calibrated([*sure, Error("layout", 0.5, 0.2)])
-    assert by_chance[""][1] == LEAST, "what chance explains is no error of the estimate"
+    assert LEAST < table["fusible"][1] < table[""][1] < table["layout"][1] < 0.4
+    outlier = calibrated([*alike * 7, Error("layout", 50.0)])
+    assert outlier[""][1] == LEAST, "one of many that is far off makes no other interval wider"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not count what is allocated")
@@ -358,5 +358,5 @@ def test_times_of_many_seconds_do_not_make_an_interval_wider():
     node = built.call(built.line(20), "sort", 9000, count=1)
     built.builder.numbers[node]["squares"] = (9000.0 * MILLISECOND) ** 2
     built.call(built.line(21), "sort", 9000, count=1)
-    least, most = Reading(built.profile()).gain("layout", 9e9, [node])
-    assert 0.4 < least < 0.5 < most < 0.6
+    gain = Reading(built.profile()).gain("layout", 9e9, [node])
+    assert 0.4 < gain.least < 0.5 < gain.most < 0.6

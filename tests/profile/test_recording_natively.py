@@ -112,6 +112,26 @@ def test_spans_may_overlap_and_still_all_time_is_somewhere_once():
     assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.02)
 
 
+def test_what_follows_a_collective_that_goes_on_does_not_run_within_it(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with profiled() as result:
+            work = torch.distributed.all_reduce(torch.ones(1 << 20), async_op=True)
+            torch.ones(100).cumsum(0)
+            work.wait()
+    finally:
+        torch.distributed.destroy_process_group()
+    tree = result.profile.tree
+    (node,) = operators(tree, "aten::cumsum")
+    above = set()
+    while node > 0:
+        above.add(tree.names[tree.name[node]])
+        node = tree.parent[node]
+    assert any("all_reduce" in name for name in tree.names)
+    assert not any("all_reduce" in name or "allreduce" in name for name in above)
+
+
 def test_threads_that_come_and_go_share_trees():
     from shoestring.profile.native_tree import library
 

@@ -761,6 +761,9 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
         if (!place--) return;  // in another thread
     bool measured = !(own.events & 31);
     Work work = own.open[place].work;
+    // What an operator began and leaves running (a collective) goes on elsewhere: what follows does not run within it.
+    if (own.at(own.open[place].node).kind == OPERATOR)
+        while (place + 1 < own.depth) finish(own, own.depth - 1, entered);
     finish(own, place, entered);
     own.paid += ((own.cost[work] + own.cost[WORKS + work]) >> 8) + torch_cost;
     own.events++;

@@ -24,6 +24,10 @@ class Finding:
     """What to change, as a sentence."""
     gain: tuple[float, float] | None = None
     """Least and most of the profiled time that the change saves, as fractions of it; None where it has no figure."""
+    expected: float = 0.0
+    """Part of the profiled time that the change is expected to save, where it is too uncertain to be told, too."""
+    limit: bool = False
+    """Whether that is only a limit, because what else there is to do decides how much of a wait can be hidden."""
     nodes: tuple[int, ...] = ()
     """Nodes of the tree that show it; the page marks them in the flame graph."""
 
@@ -43,5 +47,5 @@ class Finding:
 
 
 def by_gain(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings with the largest least gain first; those without a figure last."""
-    return sorted(findings, key=lambda finding: (finding.gain is None, *(-share for share in finding.gain or ())))
+    """The findings that are expected to save most first."""
+    return sorted(findings, key=lambda finding: -finding.expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,10 +21,16 @@ _OPERATORS = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|communica
 _DISTRIBUTED = re.compile(r"/torch/nn/parallel/distributed\.py\t")
 _ENGINE = re.compile(r"\t_engine_run_backward$")
 _ACCUMULATE = re.compile(r"AccumulateGrad$")
+_AVERAGED = re.compile(r"ddp\.reducer::copy_bucket_to_grad$")
+_BEGINS = re.compile(r"\b(isend|irecv)\(|async_op\s*=\s*True")
+ALWAYS = 0.9
+"""Gradients that are averaged, of those that a backward pass computes, where each pass averages."""
 IN_BACKWARD = 0.32
 """Share of the time that a backward pass that averages gradients spends outside of its functions, to be a finding."""
-SINGLE = 0.15
-"""Share of the time that one collective a step is worth a change from."""
+FARTHEST = 40
+"""Lines before one that waits, among which the one that begins is looked for."""
+SINGLE = 0.5
+"""Share of the time that waiting for one collective a step takes, from which on it is worth a change."""
 
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:
@@ -37,6 +44,10 @@ def _in_backward(reading: Reading) -> Iterator[Finding]:
     tree = reading.tree
     if not reading.matching(_DISTRIBUTED).any():
         return
+    accumulates = reading.matching(_ACCUMULATE) & (tree.kind == NodeKind.BACKWARD)
+    averaged = tree.count[reading.matching(_AVERAGED)].sum() / max(tree.count[accumulates].sum(), 1)
+    if 0 < averaged < ALWAYS:
+        return  # it accumulates gradients, and averages them once
     engine = reading.behind & reading.matching(_ACCUMULATE)  # after which a bucket is sent
     engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
     waits: dict[Place, list[int]] = {}
@@ -78,19 +89,35 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
             taken += reading.python.get(place, 0)
         calls = sum(call.count for call in reading.calls if call.place == place and _OPERATORS.search(call.name))
         each = max(calls / reading.steps, 1.0)
-        gain = taken * (1 - 0.5 / each) if each > 1.5 else taken
-        if nodes and each <= 1.5 and ".wait(" in reading.text(place):
+        many = each > 1.5
+        gain = taken * (1 - 0.5 / each) if many else taken
+        if not many and ".wait(" in reading.text(place) and (nodes or _meanwhile(reading, place)):
             continue  # it has begun earlier
         saves = reading.gain("communication", gain, nodes)
-        if saves[0] < (MATTERS if each > 1.5 else SINGLE):
+        if saves.expected < (MATTERS if many else SINGLE):
             continue
-        fewer = "Send tensors together, in buckets: one collective instead of many. " if each > 1.5 else ""
+        fewer = "Send tensors together, in buckets: one collective instead of many. " if many else ""
         yield reading.finding(
             "the step waits for communication",
             place,
             f"{calls} collectives take {milliseconds(taken)}, {reading.share(taken):.0%} of the time, on this line,"
             f" about {each:.0f} a step, and nothing overlaps them.",
             f"{fewer}Begin them early (async_op=True, DistributedDataParallel) and wait only where the result is used.",
-            saves,
+            saves if many else replace(saves, told=False),  # what can be done meanwhile is not known
             nodes,
         )
+
+
+def _meanwhile(reading: Reading, place: Place) -> bool:
+    """Whether the function does anything between the line that begins communication and this one, which waits."""
+    tree, (file, line) = reading.tree, place
+    begun = [number for number in range(line - FARTHEST, line) if _BEGINS.search(reading.text((file, number)))]
+    if not begun:
+        return False
+    waiting = (tree.kind == NodeKind.PYTHON) & (tree.line == line)
+    waiting &= np.array([name.startswith(f"{file}\t") for name in tree.names])[tree.name]
+    between = (tree.kind == NodeKind.PYTHON) & (tree.line > begun[-1]) & (tree.line < line) & (tree.inclusive > 0)
+    return any(
+        bool((between & (tree.parent == tree.parent[node]) & (tree.name == tree.name[node])).any())
+        for node in np.flatnonzero(waiting)
+    )

@@ -87,7 +87,7 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
         taken += sum(reading.line_itself.get(line, 0) for line in lines - {place})
         nodes = [call.node for call in calls]
         saves = reading.gain("copies", taken, nodes)
-        if saves[0] >= MATTERS:
+        if saves.expected >= MATTERS:
             yield reading.finding(
                 "a tensor goes through a list of Python and becomes one again",
                 place,

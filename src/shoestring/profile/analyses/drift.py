@@ -43,7 +43,7 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     first, *_, last = times.reshape(4, -1).mean(1)
     nodes = [call.node for call in calls]
     saves = reading.gain("drift", drifted, nodes)
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     excess = sum(_excess(reading, call) for call in calls)
     yield reading.finding(

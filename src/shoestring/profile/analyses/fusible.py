@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoestring.profile.analyses import costs
+from shoestring.profile.analyses.gains import PredictedGain
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds, named
 from shoestring.profile.findings import Finding
 
@@ -26,8 +27,8 @@ SHORTEST = 3
 """Elementwise operators and reductions of a chain, at least."""
 UNKNOWN = 12
 """Elementwise operators of a chain that no operator of torch is known for, at least."""
-UNKNOWN_MATTERS = 0.15
-"""Share of the time that the change saves at least there: compiling has a price, too."""
+UNKNOWN_MATTERS = 0.4
+"""Share of the time that the change is expected to save there: compiling has a price, too."""
 ALIKE = 8
 """Times as often as another that an operator of a chain is called, at most."""
 
@@ -79,8 +80,10 @@ FUSED = (
 )
 
 
-_COMMON = frozenset({"mul", "add", "sub", "div", "neg", "rsub", "mean", "sum", "pow", "square"})
+_COMMON = frozenset({"mul", "add", "sub", "div", "neg", "rsub", "mean", "sum", "pow", "square", "reciprocal"})
 """Operators that are a part of many formulas."""
+_GUARDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "nan_to_num"})
+"""Operators that keep a formula away from where it overflows; an operator of torch does so by itself."""
 
 
 @dataclass
@@ -159,8 +162,15 @@ def fused_operator(chain: Chain) -> Fused | None:
     names = {_plain(call.name).removeprefix("aten::") for call in chain.worked}
     for fused in FUSED:
         has_all = all(names & set(options.split("|")) for options in fused.every)
-        others = names - _COMMON - {option for options in fused.every for option in options.split("|")}
-        if has_all and len(others) <= 1 and not names & set(fused.none.split("|")) and chain.each >= fused.least:
+        others = names - _COMMON - _GUARDS - {option for options in fused.every for option in options.split("|")}
+        reduces = any(f"aten::{name}" in REDUCTIONS for name in others)  # to something else than the formula does
+        if (
+            has_all
+            and len(others) <= 1
+            and not reduces
+            and not names & set(fused.none.split("|"))
+            and chain.each >= fused.least
+        ):
             return fused
     return None
 
@@ -181,7 +191,7 @@ def fusible_chains(reading: Reading) -> Iterator[Finding]:
         gain = sum(saving for _, _, saving in found)
         calls = [call for chain, _, _ in found for call in chain.worked]
         saves = reading.gain("fusible", gain, [call.node for call in calls])
-        if saves[0] >= (MATTERS if found[0][1] else UNKNOWN_MATTERS):
+        if saves.expected >= (MATTERS if found[0][1] else UNKNOWN_MATTERS):
             yield _finding(reading, places, calls, found[0][0].each, found[0][1], saves)
 
 
@@ -215,7 +225,7 @@ def _finding(
     calls: Sequence[OperatorCall],
     each: float,
     fused: Fused | None,
-    saves: tuple[float, float],
+    saves: PredictedGain,
 ) -> Finding:
     worst = costliest(calls)
     numbers = sorted(line for _, line in places)

@@ -9,14 +9,36 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-LIKELY = 1.645
-"""Standard deviations either way: an interval is to have the gain in it in nine of ten cases."""
+LIKELY = 1.4
+"""Standard deviations either way: an interval is to have the gain in it in five of six cases."""
 
 LARGEST = 0.995
 """Share of the time that a change is taken to save at most."""
+
+WIDEST = 1.5
+"""Most over least of an interval that is told. What is known less well has no figure: what the lines take, which the
+evidence says, then tells as much."""
+
+
+@dataclass(frozen=True)
+class PredictedGain:
+    """What a change saves, as shares of the time."""
+
+    expected: float
+    least: float
+    most: float
+    told: bool = True
+    """Whether it may have a figure: how much of a wait can be hidden depends on what else there is to do."""
+
+    @property
+    def figure(self) -> tuple[float, float] | None:
+        """Least and most, if that says enough."""
+        known = self.told and self.expected > 0 and self.most <= WIDEST * self.least
+        return (self.least, self.most) if known else None
 
 
 @cache
@@ -35,33 +57,27 @@ def log_odds(share: float) -> float:
     return math.log(share / (1 - share))
 
 
-def interval(analysis: str, share: float, spread: float = 0.0) -> tuple[float, float]:
-    """Least and most of the time that a change saves.
+def gain(analysis: str, share: float, spread: float = 0.0) -> PredictedGain:
+    """What a change saves.
 
     Args:
         share: the estimate.
         spread: its standard error from one run to the next.
     """
     if share <= 0:
-        return 0.0, 0.0
+        return PredictedGain(0.0, 0.0, 0.0)
     mean, error = errors().get(analysis, errors()[""])
     share = min(share, LARGEST)
     half = LIKELY * math.hypot(error, spread / (share * (1 - share)))
     middle = log_odds(share) + mean
-    return _share(middle - half), min(_share(middle + half), LARGEST)
+    least, expected, most = (min(_share(middle + way * half), LARGEST) for way in (-1, 0, 1))
+    return PredictedGain(expected, least, most)
 
 
-def estimate(analysis: str, gain: tuple[float, float]) -> float:
-    """Log odds of the estimate that an interval was made from."""
+def estimate(analysis: str, expected: float) -> float:
+    """Log odds of the estimate of which the gain that is expected was made."""
     mean, _ = errors().get(analysis, errors()[""])
-    return (log_odds(gain[0]) + log_odds(gain[1])) / 2 - mean
-
-
-def chance(analysis: str, gain: tuple[float, float]) -> float:
-    """Standard error of an estimate from one run to the next, as log odds, that made an interval wider."""
-    _, error = errors().get(analysis, errors()[""])
-    half = (log_odds(gain[1]) - log_odds(gain[0])) / 2 / LIKELY
-    return math.sqrt(max(half**2 - error**2, 0.0))
+    return log_odds(expected) - mean
 
 
 def _share(odds: float) -> float:

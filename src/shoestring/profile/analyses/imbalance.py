@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from shoestring.profile.analyses import costs
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, milliseconds
@@ -13,6 +16,13 @@ from shoestring.profile.tree import NodeKind
 
 _CHECKPOINT = re.compile(r"/torch/utils/checkpoint\.py\t")
 _COPY_SLICES = re.compile(r"CopySlices")
+_DENSE_TABLE = re.compile(r"embedding\w*_dense_backward$")
+_TABLE = re.compile(r"\w+\[(\d+),(\d+)\]")
+EMBEDDINGS = frozenset({"aten::embedding", "aten::embedding_bag"})
+FEW = 4
+"""Rows of a table for each that is taken, from which on a gradient of all rows is a waste."""
+UNDISTURBED = 3.0
+"""Times the shortest calls that calls take, at most, if nothing disturbs them."""
 FAR = 4.0
 """Times what the gradients of an operator usually take."""
 ALONE = 12_000.0
@@ -38,21 +48,26 @@ class Usual:
 def imbalances(reading: Reading) -> Iterator[Finding]:
     """Operators whose gradients take at least four times what the table of operators lets expect."""
     yield from _written_slices(reading)
+    yield from _tables(reading)
     checkpointed = reading.under(_CHECKPOINT)
     for call in reading.calls:
         if (
             reading.share(call.backward) < (SHARE / 2 if call.name == "aten::index" else SHARE)
             or not call.place[0]
             or checkpointed[call.node]
+            or (call.name in EMBEDDINGS and call.given)
         ):
             continue  # the backward pass of checkpointed activations runs the forward pass again
         forward, backward = call.forward / call.count, call.backward / max(call.count, call.evaluated)
         usual = _usual(reading, call, forward)
-        if backward < FAR * usual.backward + ALONE * max(usual.slower, 1.0) and call.name != "aten::index":
+        far = FAR * usual.backward + ALONE * max(usual.slower, 1.0)
+        # Where other programs interrupt many calls, the shortest of them tell that.
+        quiet = backward if call.name in VIEWS else min(backward, UNDISTURBED * _shortest(reading, call))
+        if call.name != "aten::index" and quiet < far:
             continue
         gain = (backward - usual.backward + max(forward - usual.forward, 0.0)) * call.count
         saves = reading.gain("imbalance", gain, [call.node])
-        if saves[0] < MATTERS:
+        if saves.expected < MATTERS:
             continue
         yield reading.finding(
             f"the gradient of {call.name.removeprefix('aten::')} takes {backward / max(forward, 1):.1f} times as long"
@@ -61,6 +76,48 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             f"{call.count} calls take {milliseconds(call.forward)} forward and {milliseconds(call.backward)} backward;"
             f" {milliseconds(usual.backward * call.count)} backward would be usual.",
             usual.advice,
+            saves,
+            [call.node],
+        )
+
+
+def _shortest(reading: Reading, call: OperatorCall) -> float:
+    """Nanoseconds of the gradients of a call, if each of their functions takes as long as it did at best."""
+    tree, below = reading.tree, reading.below(call.node)
+    links = (tree.kind == NodeKind.LINK) & (tree.link >= 0) & below[tree.link]
+    functions = (tree.kind == NodeKind.BACKWARD) & links[tree.parent]
+    least = float((tree.least * tree.count)[functions].sum()) / max(call.count, call.evaluated)
+    return least * (1 + reading.engine_share) if least else math.inf
+
+
+def _tables(reading: Reading) -> Iterator[Finding]:
+    """Embeddings whose gradients have all rows of their tables for the few that were taken."""
+    tree = reading.tree
+    fills = reading.matching(_DENSE_TABLE)
+    for call in reading.calls:
+        shape = _TABLE.match(call.arguments)
+        if call.name not in EMBEDDINGS or shape is None or len(call.given) < 2 or not call.place[0]:
+            continue
+        rows, width = int(shape[1]), int(shape[2])
+        below = reading.below(call.node)
+        links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0) & below[tree.link])
+        if rows < FEW * call.given[1].elements or not any(
+            (reading.below(link) & fills).any() for link in links.tolist()
+        ):
+            continue
+        updates = [each for each in reading.calls if each.name.endswith("_") and each.arguments.startswith(shape[0])]
+        taken = call.backward + sum(each.forward for each in updates if each.count >= call.count / 2)
+        usual, _ = _of_table(reading, "aten::embedding", call.forward / call.count, call.given[1].elements * width)
+        saves = reading.gain("imbalance", taken - min(usual * call.count, call.backward), [call.node])
+        if reading.share(taken) < SHARE or saves.expected < MATTERS:
+            continue
+        yield reading.finding(
+            f"the gradient of {call.name.removeprefix('aten::')} fills the whole table",
+            call.place,
+            f"{call.count} calls take {call.given[1].elements} of {rows} rows each. Their gradients have all rows,"
+            f" which takes {milliseconds(taken)} with the updates of the table, {reading.share(taken):.0%} of the"
+            " time.",
+            "Use sparse=True with an optimizer that takes sparse gradients.",
             saves,
             [call.node],
         )

@@ -11,28 +11,50 @@ from shoestring.profile.findings import Finding
 
 TYPES = frozenset({"aten::to", "aten::type_as", "aten::_to_copy"})
 LAYOUTS = frozenset({"aten::contiguous", "aten::clone", "aten::reshape"})
+FEWEST = 4
+"""Times that a conversion is made, at least, where it is not known how often each step makes it."""
 
 
 def conversions(reading: Reading) -> Iterator[Finding]:
-    """Conversions of which two or more follow each other in what one function does."""
+    """Conversions of which two or more follow each other in what one function does.
+
+    Those that a library makes within what a line calls are not the program's to change.
+    """
     copies = copying(reading)
-    changing = [call for call in reading.calls if copies[call.node] and call.place[0]]
+    changing = [call for call in reading.calls if copies[call.node] and call.place[0] and call.direct]
     yield from _types(reading, [call for call in changing if call.name in TYPES])
     functions: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in changing:
         if call.name in LAYOUTS:
             functions.setdefault((call.place[0], call.frame[1]), []).append(call)
     for calls in functions.values():
-        yield from _function(reading, "layout", calls)
+        back = [call for call in calls if _taken_back(reading, call)]
+        yield from _function(reading, "layout", calls, len(back) == len(calls))
+
+
+def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
+    """Whether an operator of the same function converts what it is given into the layout that was converted from."""
+    if not (conversion.given and conversion.made) or conversion.given[0].layout != "channels_last":
+        return False
+    size = conversion.given[0].elements
+    return any(
+        call.frame == conversion.frame
+        and call.dense
+        and call.given[:1] != call.made[:1]
+        and [kind.layout for kind in call.given[:1]] == [conversion.made[0].layout]
+        and [(kind.layout, kind.elements) for kind in call.made[:1]] == [("channels_last", size)]
+        for call in reading.calls
+    )
 
 
 def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
-    """Of conversions of the data type, those that others take back."""
-    known = {call.node: (call.given[0].dtype, call.made[0].dtype) for call in calls if call.given and call.made}
-    back = [call for call in calls if known.get(call.node, ("", ""))[::-1] in known.values()]
+    """Of conversions of the data type, those that others take back; what is done at first only is none of them."""
+    often = [call for call in calls if call.count >= max(0.5 * reading.steps, FEWEST)]
+    known = [(call, call.given[0].dtype, call.made[0].dtype) for call in often if call.given and call.made]
+    back = [call for call, given, made in known if any((made, given) == (before, after) for _, before, after in known)]
     unknown: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in calls:
-        if call.node not in known:
+        if not (call.given and call.made):
             unknown.setdefault((call.place[0], call.frame[1]), []).append(call)
     for group in (back, *unknown.values()):
         if group:
@@ -49,16 +71,16 @@ def copying(reading: Reading) -> np.ndarray:
     return copying
 
 
-def _function(reading: Reading, kind: str, calls: list[OperatorCall]) -> Iterator[Finding]:
+def _function(reading: Reading, kind: str, calls: list[OperatorCall], taken_back: bool = False) -> Iterator[Finding]:
     runs = min(call.count for call in calls)
     each = sum(call.count for call in calls) / runs
-    if each < 2:
+    if each < 2 and not taken_back:
         return
-    taken = sum(call.forward + call.backward for call in calls)
+    taken = sum(call.forward + call.backward for call in calls) * (2 if taken_back else 1)
     gain = taken + reading.python_of({call.place for call in calls}, sum(call.count for call in calls))
     nodes = [call.node for call in calls]
     saves = reading.gain("layout", gain, nodes)
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     places: dict[Place, None] = dict.fromkeys(call.place for call in sorted(calls, key=lambda call: call.place))
     lines = ", ".join(str(line) for _, line in places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +54,9 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
     where = ""
     if slowest is not None and slowest[0]:
         where = f"; {milliseconds(lines[slowest])} of it at {slowest[0].rsplit('/', 1)[-1]}:{slowest[1]}"
+    saves = reading.gain("loading", taken, nodes)
     if waited > 0.5 * taken:
+        saves = replace(saves, told=False)  # more workers need more processors, which may not be there
         how = "More workers, a larger prefetch_factor, or cheaper samples: the workers there are do not keep up."
     else:
         how = "Load in workers (num_workers, persistent_workers), or make whole batches at once, or prepare them ahead."
@@ -62,6 +65,6 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
         place,
         f"{reading.share(taken):.0%} of the time passes until the next batch is there ({milliseconds(taken)}){where}.",
         how,
-        reading.gain("loading", taken, nodes),
+        saves,
         nodes,
     )

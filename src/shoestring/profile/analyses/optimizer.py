@@ -24,6 +24,8 @@ def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
     known = [node for node in reading.spans if costs.known(f"{_class(reading, node)} single")]
     for node in known:
         yield from _step(reading, node)
+    for node in sorted({*reading.spans} - {*known}):
+        yield from _unknown_step(reading, node)
     if reading.behind.any():  # something is trained
         yield from _loops(reading, known)
 
@@ -57,7 +59,7 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
     )
     after = slower * parameters * costs.nanoseconds(f"{kind} {way}", "forward", elements)
     saves = reading.gain("optimizer", taken - after * steps, [node])
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     yield reading.finding(
         "the optimizer updates each parameter by itself",
@@ -65,6 +67,36 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
         f"{steps} steps of {name} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
         f" {sum(counts.values()) / steps:.0f} operators a step for about {parameters:.0f} parameters.",
         f"Pass {way}=True to {name}, which updates all parameters in one call.",
+        saves,
+        [node],
+    )
+
+
+def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
+    """A step of an optimizer of a library whose costs are not known: by the operators that it calls."""
+    inside, steps = reading.below(node), max(int(reading.tree.count[node]), 1)
+    calls = [call for call in reading.calls if inside[call.node] and not call.direct]
+    updates = [call for call in calls if call.name in UPDATES and call.count >= FEWEST * steps]
+    if len(updates) < 2 or any("_foreach_" in call.name or "_fused_" in call.name for call in calls):
+        return
+    often = [call for call in calls if call.count >= FEWEST * steps]
+    count, taken = sum(call.count for call in often), int(reading.tree.inclusive[node])
+    parameters = max(call.count for call in updates) / steps
+    elements, slower = costs.elements_of(
+        [(call.name.removesuffix("_"), call.count / count) for call in often],
+        sum(call.forward for call in often) / count,
+        _mean_elements(reading, updates),
+    )
+    after = count * FOREACH * slower * costs.nanoseconds("SGD foreach", "forward", elements)
+    saves = reading.gain("optimizer", taken - after, [node])
+    if saves.expected < MATTERS:
+        return
+    yield reading.finding(
+        "the optimizer updates each parameter by itself",
+        reading.place(node),
+        f"{steps} steps of {_class(reading, node)} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
+        f" {count / steps:.0f} operators a step for about {parameters:.0f} parameters.",
+        f"Pass foreach=True to {_class(reading, node)}, which updates all parameters in few calls.",
         saves,
         [node],
     )
@@ -104,7 +136,7 @@ def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCal
         after = parameters * slower * costs.nanoseconds("Adam fused", "forward", elements)
     nodes = [call.node for call in calls]
     saves = reading.gain("optimizer", taken + python - after, nodes)
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in computing))
     yield reading.finding(

@@ -116,7 +116,7 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     place = max({call.place for call in often}, key=lambda place: sum(c.time for c in often if c.place == place))
     nodes = [call.node for call in often]
     saves = reading.gain("python", saved, nodes)
-    if saves[0] < LARGE / 2:
+    if saves.expected < LARGE / 2:
         return
     yield reading.finding(
         "a Python loop calls small operators one at a time",

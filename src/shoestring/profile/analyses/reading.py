@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoestring.profile.analyses import costs, gains
+from shoestring.profile.analyses.gains import PredictedGain
 from shoestring.profile.analyses.statements import Text
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import in_backward, nearest_lines, without_imports
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals, without_native
 
-MATTERS = 0.03
-"""Share of the time that a change must save at least to be worth a finding."""
+MATTERS = 0.07
+"""Share of the time that a change is expected to save, from which on it is worth a finding."""
 
 LARGEST_ENGINE = 0.4
 """Of the time of its functions, what the backward pass takes outside of them at most; beyond that, it waits."""
@@ -313,8 +314,8 @@ class Reading:
         """Of the whole time."""
         return nanoseconds / self.total
 
-    def gain(self, analysis: str, saved: float, nodes: Sequence[int] = ()) -> tuple[float, float]:
-        """Least and most of the time that a change saves.
+    def gain(self, analysis: str, saved: float, nodes: Sequence[int] = ()) -> PredictedGain:
+        """What a change saves.
 
         Args:
             saved: nanoseconds, as estimated.
@@ -324,7 +325,7 @@ class Reading:
         count = np.maximum(tree.count[chosen], 1)
         of_calls = np.maximum(tree.squares[chosen] - tree.inclusive[chosen].astype(float) ** 2 / count, 0).sum()
         spread = math.sqrt(float(of_calls + tree.own_variance[chosen].sum()))
-        return gains.interval(analysis, self.share(saved), self.share(min(spread, saved)))
+        return gains.gain(analysis, self.share(saved), self.share(min(spread, saved)))
 
     def finding(
         self,
@@ -332,12 +333,20 @@ class Reading:
         place: Place,
         evidence: str,
         advice: str,
-        gain: tuple[float, float] | None,
+        gain: PredictedGain | None,
         nodes: Sequence[int] = (),
     ) -> Finding:
-        """A finding whose change saves this interval of the time."""
+        """A finding whose change saves so much, if that is known."""
         return Finding(
-            title=title, file=place[0], line=place[1], evidence=evidence, advice=advice, gain=gain, nodes=tuple(nodes)
+            title=title,
+            file=place[0],
+            line=place[1],
+            evidence=evidence,
+            advice=advice,
+            gain=gain.figure if gain else None,
+            expected=gain.expected if gain else 0.0,
+            limit=gain is not None and not gain.told,
+            nodes=tuple(nodes),
         )
 
 

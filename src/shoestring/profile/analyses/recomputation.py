@@ -78,7 +78,7 @@ def _again(
 ) -> Iterator[Finding]:
     nodes = [call.node for call in line.calls]
     saves = reading.gain("recomputation", saved, nodes)
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     names = ", ".join(list(dict.fromkeys(call.name.removeprefix("aten::") for call in line.calls))[:5])
     advice = "Compute it once before the loop (in a module, as a buffer in __init__), and use it from there."

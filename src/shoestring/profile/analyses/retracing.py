@@ -9,11 +9,16 @@ import numpy as np
 
 from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
 from shoestring.profile.findings import Finding
+from shoestring.profile.recording import Events
 from shoestring.profile.tree import NodeKind
 
 _REGION = re.compile(r"^Torch-Compiled Region: (\d+)/(\d+)")
 LARGE = 0.1
 """Share of the time that compiled code takes, from which on it is worth a change that it breaks into parts."""
+_JAX = re.compile(r"^jax (?:trace|lower|compile): (?:jit\()?(.*?)\)?$")
+_COMPILING = re.compile(r"/jax/_src/(pjit|stages|compiler|interpreters/\w+)\.py\t")
+JITTED_AGAIN = 4
+"""Times that a function of JAX is compiled, from which on it is more than a few shapes that it is meant for."""
 _LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 
@@ -21,6 +26,7 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 def retracings(reading: Reading) -> Iterator[Finding]:
     """Calls that trace or compile again and again, and lines that break compiled code in two."""
     yield from _compiled_again(reading)
+    yield from _jitted_again(reading)
     yield from _graph_breaks(reading)
 
 
@@ -38,7 +44,7 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
         looked = 0.7 * tree.inclusive[reading.matching(_LOOKUP) & at_place].sum()
         gain = (taken + looked) * (1 - 1 / times)
         saves = reading.gain("retracing", gain, nodes)
-        if saves[0] < MATTERS:
+        if saves.expected < MATTERS:
             continue
         yield reading.finding(
             "the same code is traced or compiled again and again",
@@ -47,6 +53,35 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
             f"{_reason(reading)}.",
             "Compile once, outside of the loop; keep shapes, types and Python values that the code depends on fixed"
             " (pad, or mark them dynamic).",
+            saves,
+            nodes,
+        )
+
+
+def _jitted_again(reading: Reading) -> Iterator[Finding]:
+    """Functions that JAX traces, lowers and compiles for each of many shapes or static values, as it says itself."""
+    functions: dict[Place, dict[str, list[Events]]] = {}
+    for name, events in reading.profile.facts.waits.items():
+        if found := _JAX.match(name):
+            file, _, line = events.where.rpartition(":")
+            functions.setdefault((file, int(line or 0)), {}).setdefault(found[1], []).append(events)
+    compiling = reading.under(_COMPILING)
+    for place, named in functions.items():
+        again = [events for each in named.values() if max(e.count for e in each) >= JITTED_AGAIN for events in each]
+        if not place[0] or not again:
+            continue
+        seconds, times = sum(e.seconds for e in again), max(e.count for e in again)
+        saves = reading.gain("retracing", 1e9 * seconds * (1 - 1 / times))
+        if saves.expected < MATTERS:
+            continue
+        nodes = [node for node in reading.topmost(compiling) if reading.place(node) == place]
+        yield reading.finding(
+            "the same function is traced and compiled again and again",
+            place,
+            f"{times} times, which takes {milliseconds(1e9 * seconds)},"
+            f" {reading.share(1e9 * seconds):.0%} of the time.",
+            "Keep shapes, types and static arguments fixed: pad to a few lengths, and give numbers that change as"
+            " arrays.",
             saves,
             nodes,
         )

@@ -42,7 +42,7 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
     on_accelerator = reading.profile.facts.device not in ("", "cpu")
     nodes = [call.node for call in small]
     saves = reading.gain("synchronization", gain, nodes)
-    if saves[0] < MATTERS:
+    if saves.expected < MATTERS:
         return
     cost = f"they take {milliseconds(taken)}, and Python takes {milliseconds(python)} on this line"
     also = "; each waits until the accelerator has finished" if on_accelerator else ""
