@@ -32,13 +32,23 @@ def pool(request: pytest.FixtureRequest) -> Pool:
     return shared(request.config)["pool"]
 
 
-@pytest.mark.parametrize(("steps", "stop", "last"), [(17, 0, 17), (18, 0, 18), (19, 0, 19), (40, 15, 28)])
-def test_no_step_is_lost_at_the_end(pool: Pool, steps: int, stop: int, last: int) -> None:
+WHOLE = LocalSGD(every=10, delay=8, alpha=1.0)
+GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, alpha=1.0)
+
+
+@pytest.mark.parametrize(("feature", "steps", "stop", "last"), [
+    (WHOLE, 17, 0, 17),
+    (WHOLE, 18, 0, 18),
+    (WHOLE, 19, 0, 19),
+    (WHOLE, 40, 15, 28),
+    (GROWING, 17, 0, 17),
+    (GROWING, 40, 15, 18),  # what is sent after step 15 carries the vote, and arrives three steps later
+])  # fmt: skip
+def test_no_step_is_lost_at_the_end(pool: Pool, feature: LocalSGD, steps: int, stop: int, last: int) -> None:
     """An exchange that begins after step 10 is merged after step 18: the run ends before that, with it, or after it.
 
     With `alpha` 1 a merge leaves replicas as they are, so what remains is the mean of replicas that trained alone.
     """
-    feature = LocalSGD(every=10, delay=8, alpha=1.0)
     results = train(pool, feature, steps=steps, stops={"1": stop} if stop else None)
     assert [result["step"] for result in results] == [last, last]
     replicas = Replicas(2)
