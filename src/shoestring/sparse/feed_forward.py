@@ -96,7 +96,7 @@ def _matched(module: nn.Module, graph: fx.Graph) -> GatedLayers | None:
     linear = [node for node in nodes if _is_linear(module, node)]
     inputs = [node for node in nodes if node.op == "placeholder"]
     if len(inputs) != 1 or not 2 <= len(linear) <= 3 or any(not node.users for node in nodes[:-1]):
-        return None  # what nobody reads changes something in place
+        return None  # what nobody reads is done for its effect
     *first, last = linear
     (returned,) = nodes[-1].args
     between = [node for node in nodes if node not in (*inputs, *linear, nodes[-1])]
