@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import TensorDataset
 
+from benchmarks.checkpoint.kills import BATCH, in_batches
 from benchmarks.harness import Bar, Deadline, Measured
 from shoestring import comm, optim
 from shoestring.checkpoint import Tiered
@@ -31,7 +32,8 @@ from shoestring.data.loader import Loader
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.parallel import DDP
 from shoestring.testing import jobs
-from shoestring.testing.checkpointing.trainee import digest
+from shoestring.testing.checkpointing.kills import KillOutcome, at_random, undisturbed
+from shoestring.testing.checkpointing.trainee import REPLAYED, FaultyRun, digest
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import Encoded, decode, encode, here
 
@@ -52,6 +54,7 @@ STEPS, STARTS = 60, 5
 """Steps of a run, and the times that it is killed."""
 SEQUENCES, SEQUENCE, VOCABULARY = 8, 128, 2048
 """Of a rank in a step, and their length: few tokens, so that training is quick beside what is measured."""
+KILLS = 200
 EVERY, WARM, ROUNDS = 8, 3, 3
 """Steps between checkpoints where time is measured; steps at the start that are not; and runs."""
 
@@ -199,9 +202,16 @@ def speed(kept: Path | None, deadline: Deadline) -> Measured:
     return Measured(median(ratios), f"median of {ROUNDS} runs ({ratios[0]:.1f} to {ratios[-1]:.1f}): {told}")
 
 
+def struck(number: int) -> KillOutcome:
+    """A batch of random kills of ranks that keep differences, in memory and on disk."""
+    with TemporaryDirectory() as folder:
+        task = FaultyRun(folder=str(Path(folder) / "task"), under=REPLAYED)
+        return at_random(task, BATCH, undisturbed(task), random.Random(number))
+
+
 def rows(cache: Path | None = None) -> list[Bar]:
     """The bars."""
-    equally, timings = (cache and cache / f"differences-{name}.json" for name in ("equal", "rounds"))
+    equally, timings, kills = (cache and cache / f"differences-{name}.json" for name in ("equal", "rounds", "kills"))
     what = f"two ranks of {SEQUENCES * SEQUENCE} tokens each on one host, 5.3 M parameters, AdamW, 4 bits"
     return [
         Bar(
@@ -212,6 +222,14 @@ def rows(cache: Path | None = None) -> list[Bar]:
             ">=",
             1.0,
             partial(equal, equally),
+        ),
+        Bar(
+            "checkpoint.differences-kills",
+            f"SIGKILL at {KILLS} random moments: runs of two ranks that repeated a step that both had done, loaded "
+            "something torn, or ended with other bits than the run that was not killed",
+            "<=",
+            0,
+            partial(in_batches, kills, KILLS, struck),
         ),
         Bar(
             "checkpoint.differences-cost",

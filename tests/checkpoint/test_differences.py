@@ -167,14 +167,17 @@ ON_DISK = {"differences": 4, "differences_on": "disk", "memory_every": 2, "disk_
 @pytest.fixture
 def lost(pool, tmp_path):
     """A run whose host is lost after step 15: a checkpoint of step 12 is on disk, and differences up to step 14."""
-    struck = Struck(pool, tmp_path / "run", **ON_DISK)
-    shutil.rmtree(tmp_path / "run" / "memory")
+    for number in range(5):  # a disk that is busy when a checkpoint is due gets it some steps later
+        struck = Struck(pool, tmp_path / f"run-{number}", **ON_DISK)
+        if [step for step in range(6, 16) if differing_ranks.on_disk(struck.folder, step)] == [12]:
+            break
+    shutil.rmtree(Path(struck.folder, "memory"))
     return struck
 
 
 def test_a_run_whose_host_was_lost_replays_from_disk(lost, states):
-    files = sorted(Path(lost.folder, "checkpoints").glob("steps-*"))
-    assert [(int(path.name[6:14]), int(path.name[15:23])) for path in files] == [(13, 14), (13, 14)]
+    files = sorted(Path(lost.folder, "checkpoints").glob("steps-00000013-00000014-*"))
+    assert len(files) == 2
     by_rank = {path.name.rpartition("-")[2][0]: path.stat().st_size for path in files}
     assert by_rank["1"] < by_rank["0"]  # the second rank writes its own states only
     assert lost.resumed(**ON_DISK) == (14, states[14])
@@ -183,13 +186,30 @@ def test_a_run_whose_host_was_lost_replays_from_disk(lost, states):
 
 
 @pytest.mark.slow
+def test_files_before_the_checkpoints_that_are_kept_are_deleted(lost):
+    lost.trained(31, resume=True, **ON_DISK)
+    left = sorted(int(path.name[15:23]) for path in Path(lost.folder, "checkpoints").glob("steps-*"))
+    assert left[0] > 14 and left[-1] == 30 and len(left) < 16
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_damaged_on_disk_ends_the_replay_on_all_ranks(lost, states, rank):
-    (path,) = Path(lost.folder, "checkpoints").glob(f"steps-*-{rank}.differences")
+    (path,) = Path(lost.folder, "checkpoints").glob(f"steps-00000013-00000014-*-{rank}.differences")
     differing_ranks.flip(path, path.stat().st_size - 200)
     assert lost.resumed(**ON_DISK) == (13, states[13])
     differing_ranks.flip(path, 100)
     assert lost.resumed(**ON_DISK) == (12, states[12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "step"), [("disk", 15), ("memory", 14)])
+def test_a_rank_whose_memory_was_lost_reads_from_disk_beside_one_that_has_it(pool, tmp_path, states, place, step):
+    settings = {"differences": 6, "differences_on": place, "memory_every": 2, "disk_every": 6}
+    struck = Struck(pool, tmp_path / "run", **settings)
+    differing_ranks.ring_of(struck.folder, 1).unlink()
+    began, ranks = struck.resumed(**settings)
+    assert began == step and ranks == states[step]
 
 
 @pytest.mark.slow
@@ -256,7 +276,8 @@ def test_a_run_says_that_no_step_is_repeated_and_what_that_costs(pool, tmp_path)
     assert told is not None and (told.used, told.without) == (0, 9) and "MB of differences" in told.cost
     job = Job(jobs.tiny(), world=World(rank=0, size=2))
     assert "no step repeated: the newest 8 are replayed" in Tiered(differences=8).explain(job)
-    assert "no step" not in Tiered(differences=8).explain(Job(jobs.tiny(), world=World()))
+    alone = Tiered(differences=8).explain(Job(jobs.tiny(), world=World()))
+    assert "no step" not in alone and alone.endswith("differences off: one rank")
 
 
 def test_a_program_whose_steps_are_not_known_is_refused():

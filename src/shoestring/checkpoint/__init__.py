@@ -171,8 +171,9 @@ class Tiered(Feature):
         from shoestring.checkpoint.tiers.save_schedule import CheckpointSchedule
 
         schedule = CheckpointSchedule(self, job.world.hosts)
-        schedule.replays = self.differences > 0 and job.world.ranks_over(DATA) > 1
-        return schedule.survives()
+        alone = job.world.ranks_over(DATA) == 1
+        schedule.replays = self.differences > 0 and not alone
+        return schedule.survives() + ("; differences off: one rank" if self.differences and alone else "")
 
     def reduction(self, trace: Trace) -> Reduction | None:
         steps = trace.steps

@@ -115,13 +115,15 @@ class Batches:
 
     def _retire(self, history: History) -> None:
         """Delete the files of this run and rank whose steps come before all checkpoints that are kept, or that were
-        abandoned and are done again."""
+        abandoned and are done again; and what was being written when an earlier start ended."""
         with suppress(OSError):
             kept = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
-            for batch in self._mine():
+            for batch in self._mine(history):
                 done_again = not batch.holds(history) and batch.start < history.epoch.start and batch.last <= self._last
-                if batch.run == history.run and (batch.last <= min(kept, default=0) or done_again):
+                if batch.last <= min(kept, default=0) or done_again:
                     self.disk.files.unlink(batch.path)
+            for path in self.disk.folder.glob(f".steps-*-{history.run}-*-{self.rank}.differences.tmp"):
+                self.disk.files.unlink(path)
 
     def _there(self) -> Iterator[BatchFile]:
         """The files of all ranks in this folder, in the order of their steps."""
@@ -129,8 +131,12 @@ class Batches:
             if found := _NAME.fullmatch(path.name):
                 yield BatchFile(path, int(found[1]), int(found[2]), found[3], int(found[4]), found[5], int(found[6]))
 
-    def _mine(self) -> Iterator[BatchFile]:
-        return (batch for batch in self._there() if batch.rank == self.rank)
+    def _mine(self, history: History) -> Iterator[BatchFile]:
+        """The run's files that this rank deletes: its own, and on one rank of each folder those of former ranks."""
+        size = self.claim.world.size
+        for each in self._there():
+            if each.run == history.run and (each.rank == self.rank or (self.claim.commits and each.rank >= size)):
+                yield each
 
     def reader(self, history: History) -> Callable[[int], Found | None]:
         """(step) -> what is on disk of it, on the line of a run: header and tensors; None where it is not whole."""
@@ -150,9 +156,9 @@ class Batches:
         """Stop; of a run that ended by itself nothing stays."""
         if self._thread is not None:
             self._thread.stop(WRITING, self._nbytes)
-        if forget:
+        if forget and self.claim.history is not None:
             with suppress(OSError):
-                for batch in self._mine():
+                for batch in self._mine(self.claim.history):
                     self.disk.files.unlink(batch.path)
 
     def drain(self) -> None:
