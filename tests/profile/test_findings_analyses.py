@@ -30,6 +30,16 @@ def test_a_loop_in_python_is_a_hotspot():
     only(program.found("hotspot"), 21)
 
 
+@pytest.mark.parametrize(("versions", "found"), [({}, True), ({"jax": "0"}, False)])
+def test_a_line_that_waits_for_a_compiled_function_of_jax_is_no_hotspot(versions, found):
+    program = Program().model(20)
+    program.facts = Facts(versions=versions)
+    line = program.line(20, python=60)
+    operation = program.builder.node(program.line(7, "update", line), NodeKind.OPERATOR, "dot_general")
+    program.builder.add(operation, count=100, own=30 * MILLISECOND)
+    assert [finding.line for finding in program.found("hotspot")] == [20] * found
+
+
 def gelu(program):
     for number, names in ((20, ("mul", "mul", "add", "mul")), (21, ("tanh", "add", "mul", "mul"))):
         for name in names:

@@ -48,4 +48,8 @@ class Finding:
 
 def by_gain(findings: Iterable[Finding]) -> list[Finding]:
     """The findings that are expected to save most first."""
-    return sorted(findings, key=lambda finding: -finding.expected)
+
+    def saved(finding: Finding) -> float:
+        return finding.expected or (finding.gain[0] if finding.gain else 0.0)
+
+    return sorted(findings, key=saved, reverse=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
+from shoestring.profile.tree import NodeKind
 
 LARGE = 0.5
 """Share of the time."""
@@ -20,9 +23,10 @@ def hotspots(reading: Reading) -> Iterator[Finding]:
     the machine; nor do lines that call a whole model: what takes their time is within, or in layers of a library.
     """
     times: dict[Place, float] = {}
+    waiting = _starting(reading)
     for (file, line), time in reading.line_itself.items():  # a loop in Python is on its head and on its body
         around = [reading.line_itself.get((file, near), 0) for near in (line - 1, line + 1)]
-        if ".wait(" not in reading.text((file, line)):  # where nothing is computed
+        if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):  # where nothing is computed
             times[file, line] = float(time + sum(other for other in around if other < time))
     calls = dict[Place, list[OperatorCall]]()
     for call in reading.calls:
@@ -46,3 +50,14 @@ def hotspots(reading: Reading) -> Iterator[Finding]:
         None,
         [call.node for call in parts],
     )
+
+
+def _starting(reading: Reading) -> set[Place]:
+    """Lines that call compiled functions of JAX: what they take themselves is mostly waiting for what they called."""
+    if "jax" not in reading.profile.facts.versions:
+        return set()
+    tree = reading.tree
+    compiled = (tree.kind == NodeKind.OPERATOR) & np.array(["::" not in name for name in tree.names])[tree.name]
+    for node in range(len(tree) - 1, 0, -1):
+        compiled[tree.parent[node]] |= compiled[node]
+    return {reading.place(node) for node in np.flatnonzero(compiled & (reading.lines == np.arange(len(tree)))).tolist()}
