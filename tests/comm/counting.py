@@ -68,3 +68,30 @@ def count_dense(*, order: list[int], dtype: str, infinite: bool) -> dict[str, An
             memory.zero_()
             averages += [float(kept[0].float().mean())]
     return {"moved": moved, "fine": fine, "averages": averages, "nan": bool(memory.isnan().all())}
+
+
+def joined_under_ddp(*, parts: int) -> list[list[bool]]:
+    """Whether each exchange of three steps averaged gradients where DDP has them."""
+    from shoestring import comm
+    from shoestring.comm.codecs import dense
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(600, 600, bias=False) for _ in range(4)]  # 5.8 MB: DDP makes several buckets of less
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    found: list[list[bool]] = []
+    join = dense.join
+
+    def join_and_note(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+        flat = join(tensors, dtype)
+        found[-1].append(flat.data_ptr() == tensors[0].data_ptr())
+        return flat
+
+    dense.join = join_and_note
+    try:
+        with comm.attach(model, comm.Dense(parts=parts)):
+            for _ in range(3):
+                found.append([])
+                model(torch.randn(2, 600)).sum().backward()
+    finally:
+        dense.join = join
+    return found

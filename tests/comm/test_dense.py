@@ -39,6 +39,12 @@ def test_an_infinite_gradient_is_nan_everywhere(pool, order):
         assert result["nan"] and not result["fine"]
 
 
+def test_ddps_only_bucket_is_averaged_where_it_lies(pool):
+    """From the second step on: DDP's first bucket has the order of a forward pass."""
+    for found in pool.call(counting.joined_under_ddp, parts=1):
+        assert found == [[False], [True], [True]]
+
+
 def test_only_what_follows_in_memory_is_joined():
     memory = torch.arange(12.0)
     one, two, three = memory[:4].view(2, 2), memory[4:6], memory[6:]

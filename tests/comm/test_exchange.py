@@ -65,7 +65,16 @@ def test_replicas_are_equal_at_every_step(pool, feature):
 
 
 @pytest.mark.parametrize(
-    "feature", quick([comm.PowerSGD(rank=2), comm.PowerSGD(rank=2, parts=4, channels=3)], 0), ids=label
+    "feature",
+    quick(
+        [
+            comm.PowerSGD(rank=2),
+            comm.PowerSGD(rank=2, parts=4, channels=3),
+            comm.Quantize(bits=4, rounding="nearest", feedback=True, parts=5),
+        ],
+        0,
+    ),
+    ids=label,
 )
 def test_late_ranks_and_many_buckets_change_nothing(pool, feature):
     """Torch's PowerSGD hook aborts here: it issues from completion threads, whose order differs between ranks."""
