@@ -196,6 +196,14 @@ def test_waiting_for_a_loader_is_found_on_the_line_of_the_loop():
     assert least < 30 / 80 < most
 
 
+@pytest.mark.parametrize("kind", ["_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"])
+def test_what_more_workers_would_save_is_not_told(kind):
+    program = Program().model(20)
+    waits = program.library(program.line(30), "utils/data/dataloader.py", "_BaseDataLoaderIter.__next__")
+    program.library(waits, "utils/data/dataloader.py", f"{kind}._next_data", python=180)
+    assert only(program.found("loading"), 30).limit == (kind == "_MultiProcessingDataLoaderIter")
+
+
 def test_waiting_for_a_generator_of_ones_own_is_found_where_the_text_is_a_loop():
     program = Program().model()
     program.sources = {FILE: "\n" * 14 + "    for batch in read(store):\n"}

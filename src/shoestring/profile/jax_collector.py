@@ -40,7 +40,7 @@ PAUSE = 0.1
 
 LONGEST_PAUSE = 10.0
 
-BUDGET = 0.04
+BUDGET = 0.03
 """What recording may add to a program's processor time, where nobody says; reading what was compiled, once, counts
 not."""
 

@@ -16,6 +16,7 @@ _LOADER = re.compile(r"/torch/utils/data/dataloader\.py\t_\w*DataLoaderIter\.__n
 _OWN_LOADER = re.compile(
     r"(\.(__getitem__|__getitems__|__next__|__iter__)|(^|[._])(collate|batches|load\w*|loader\w*))$"
 )
+_IN_WORKERS = re.compile(r"\t_MultiProcessingDataLoaderIter\.")
 _WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
 LARGE = 0.2
 """Share of the time that is waited, from which on it is worth a change."""
@@ -55,8 +56,9 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
     if slowest is not None and slowest[0]:
         where = f"; {milliseconds(lines[slowest])} of it at {slowest[0].rsplit('/', 1)[-1]}:{slowest[1]}"
     saves = reading.gain("loading", taken, nodes)
-    if waited > 0.5 * taken:
+    if waited > 0.5 * taken or (inside & reading.matching(_IN_WORKERS)).any():
         saves = replace(saves, told=False)  # more workers need more processors, which may not be there
+    if waited > 0.5 * taken:
         how = "More workers, a larger prefetch_factor, or cheaper samples: the workers there are do not keep up."
     else:
         how = "Load in workers (num_workers, persistent_workers), or make whole batches at once, or prepare them ahead."
