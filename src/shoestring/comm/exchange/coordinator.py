@@ -7,8 +7,8 @@ rebuilds those after the first step of every start.
 
 Each channel has its own process groups, and takes every n-th cohort from start to end. One thread of it starts all of
 its collectives. Gradients arrive in the same order on all ranks, so cohorts fill up and collectives are issued in the
-same order too, however fast a rank is. (Torch's PowerSGD hook issues collectives from completion threads, in an order that depends on speed, and aborts on
-Gloo with several buckets.)
+same order too, however fast a rank is. (Torch's PowerSGD hook issues collectives from completion threads, in an order
+that depends on speed, and aborts on Gloo with several buckets.)
 """
 
 from __future__ import annotations
