@@ -16,7 +16,7 @@ from shoestring.profile.recording import Events, Profile
 pytestmark = pytest.mark.slow
 NONE = Events(0, 0.0, 0.0)
 WORK = """
-import os, signal, sys, time
+import os, signal, sys
 import torch
 from torch import nn
 a = torch.randn(128, 128)
@@ -45,8 +45,8 @@ def line_times(profile: Profile, program: str, mark: str) -> tuple[int, int]:
     [
         ("sys.exit(7)", 7, ""),
         ("raise ValueError('my own')", 1, "my own"),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, ""),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 143, ""),
+        ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", 130, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM); signal.pause()", 143, ""),
     ],
 )
 def test_however_a_program_ends_its_profile_is_saved_and_it_is_said_where(tmp_path, ending, code, said):
@@ -61,7 +61,7 @@ def test_a_program_that_handles_sigterm_keeps_its_handler_and_children_end_as_th
     program = WORK + (
         "ready, tell = os.pipe()\n"
         "child = os.fork()\n"
-        "if not child:\n    os.write(tell, b'x'); time.sleep(60); os._exit(0)\n"
+        "if not child:\n    os.write(tell, b'x'); signal.pause()\n"
         "os.read(ready, 1)\n"
         "os.kill(child, signal.SIGTERM)\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
