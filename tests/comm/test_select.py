@@ -232,7 +232,7 @@ def test_uniform_sends_all_layers_equally_often():
 @pytest.mark.parametrize(
     ("select", "selector"),
     [
-        ("auto", Hypernetwork),
+        ("auto", GainKnapsack),
         ("hypernetwork", Hypernetwork),
         ("gain", GainKnapsack),
         ("knapsack", Knapsack),

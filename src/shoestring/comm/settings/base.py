@@ -32,10 +32,10 @@ class Exchange(Feature):
     budget_kb: float = 0.0
     """Average number of kB that each rank may send in a step. Each step sends as many parameters as fit, and the
     residuals of the others grow until they are sent; 0 sends all."""
-    select: Literal["auto", "hypernetwork", "gain", "knapsack", "uniform"] = "auto"
-    """Method that selects the parameters to send within `budget_kb`: by what sending them lowers the loss by, as a
-    small network learns to predict it ("hypernetwork") or as it was lately ("gain"); by the size of what is left to
-    send ("knapsack"); or each as often ("uniform"). "auto" takes the hypernetwork."""
+    select: Literal["auto", "gain", "hypernetwork", "knapsack", "uniform"] = "auto"
+    """Method that selects the parameters to send within `budget_kb`: by what sending them lowers the loss by, as it was
+    lately ("gain") or as a small network learns to predict it ("hypernetwork"); by the size of what is left to send
+    ("knapsack"); or each as often ("uniform"). "auto" takes the gain."""
 
     seams: ClassVar = (Seam.WIRE,)
     runs_alone: ClassVar = False
@@ -53,8 +53,8 @@ class Exchange(Feature):
         from shoestring.comm.selection.hypernetwork import Hypernetwork
         from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 
-        kinds = {"gain": GainKnapsack, "knapsack": Knapsack, "uniform": Uniform}
-        return BudgetedCodec(self.make_codec, kinds.get(self.select, Hypernetwork)(), 1e3 * self.budget_kb)
+        kinds = {"hypernetwork": Hypernetwork, "knapsack": Knapsack, "uniform": Uniform}
+        return BudgetedCodec(self.make_codec, kinds.get(self.select, GainKnapsack)(), 1e3 * self.budget_kb)
 
     @property
     def cost(self) -> str:
@@ -120,7 +120,7 @@ class Exchange(Feature):
             return "one rank: nothing is sent" if self.runs_alone else "off: one rank"
         hierarchical = self.torus and hosts > 1 and local > 1
         between = f"{hosts} hosts, of sums inside each" if hierarchical else f"{hosts * local} ranks"
-        select = "hypernetwork" if self.select == "auto" else self.select
+        select = "gain" if self.select == "auto" else self.select
         budget = f"{select} within {self.budget_kb:g} kB a step, " if self.budget_kb else ""
         parts = f"in {self.exchanges} parts " if self.exchanges > 1 else ""
         when = "during the backward pass" if job.engine == "ddp" else "before the step"
