@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.differences.difference import StepContent
+from shoestring.checkpoint.differences.differences import Differences
 from shoestring.checkpoint.format.tree import encode as encode_tree
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -48,14 +49,23 @@ def samples() -> TensorDataset:
 
 
 def job_of(
-    folder: str, features: list[Encoded], *, total: int, statistics: bool = False, lr: float = 1e-2, **settings: Any
+    folder: str,
+    features: list[Encoded],
+    *,
+    total: int,
+    statistics: bool = False,
+    lr: float = 1e-2,
+    hosts: int = 1,
+    **settings: Any,
 ) -> Job:
     """The tiny task with dropout under some features and differential checkpoints."""
     world, place = here(), Path(folder)
+    local = world.size // hosts
+    world = replace(world, local_size=local, local_rank=world.rank % local, layout=world.axes)
     given = {"memory_every": 4, "peers_every": 0, "disk_every": 0, "differences": 16} | settings
     tiered = Tiered(folder=str(place / "checkpoints"), memory=str(place / "memory"), **given)
     model = WithStatistics(jobs.tiny(0.1)) if statistics else jobs.tiny(0.1)
-    job = Job(model, optimizer=partial(AdamW, lr=lr), progress=Progress(total=total), world=replace(world))
+    job = Job(model, optimizer=partial(AdamW, lr=lr), progress=Progress(total=total), world=world)
     return compose(job, [*map(decode, features), tiered])
 
 
@@ -138,7 +148,27 @@ def forgotten_states() -> Iterator[None]:
         StepContent.finish = before
 
 
-FAULTS = {"": nullcontext, "other average": other_average, "forgotten states": forgotten_states}
+@contextmanager
+def all_arrived() -> Iterator[None]:
+    """End when what was sent to another host is there, as in the middle of the next forward pass."""
+
+    def close(self: Differences, *, forget: bool) -> None:
+        self.settle()
+        before(self, forget=forget)
+
+    before, Differences.close = Differences.close, close
+    try:
+        yield
+    finally:
+        Differences.close = before
+
+
+FAULTS = {
+    "": nullcontext,
+    "all arrived": all_arrived,
+    "other average": other_average,
+    "forgotten states": forgotten_states,
+}
 
 
 def cells_of(path: Path) -> dict[int, int]:

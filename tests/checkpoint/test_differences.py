@@ -212,6 +212,37 @@ def test_a_rank_whose_memory_was_lost_reads_from_disk_beside_one_that_has_it(poo
     assert began == step and ranks == states[step]
 
 
+# -- on another host --------------------------------------------------------------------------------------------------
+
+TWO_HOSTS = {"hosts": 2, "differences_on": "peers", "peers_every": 4, "fault": "all arrived"}
+
+
+def lose(folder: str, host: int) -> None:
+    (memory,) = Path(folder, "memory").glob(f"*/*/host-{host}")
+    shutil.rmtree(memory)
+
+
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_lost_host_costs_no_step(pool, tmp_path, states, host):
+    """Also when another one is lost before a step is trained."""
+    struck = Struck(pool, tmp_path / "run", **TWO_HOSTS)
+    lose(struck.folder, host)
+    assert struck.resumed(**TWO_HOSTS) == (15, states[15])
+    ranks = struck.trained(17, resume=True, **TWO_HOSTS)
+    assert ranks[0]["began"] == 15
+    lose(struck.folder, 1 - host)
+    assert struck.resumed(**TWO_HOSTS) == (17, [rank["last"] for rank in ranks])
+
+
+@pytest.mark.slow
+def test_what_arrived_damaged_on_another_host_ends_the_replay(pool, tmp_path, states):
+    struck = Struck(pool, tmp_path / "run", **TWO_HOSTS)
+    lose(struck.folder, 1)
+    (path,) = Path(struck.folder, "memory").glob("*/*/host-0/steps-partner-0.ring")
+    differing_ranks.flip(path, differing_ranks.cells_of(path)[14] + 100)
+    assert struck.resumed(**TWO_HOSTS) == (13, states[13])
+
+
 @pytest.mark.slow
 def test_nothing_is_left_on_disk_of_a_run_that_ended(pool, tmp_path):
     features = [encode(parallel.DDP()), encode(comm.Quantize(bits=4))]

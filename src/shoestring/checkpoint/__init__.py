@@ -96,10 +96,12 @@ class Tiered(Feature):
     are replayed on the newest checkpoint, so that no step is trained again. More of them take more memory (the averaged
     gradients in the codec's compact form, each), and let checkpoints be further apart: half as many steps at most. With
     0 none is kept."""
-    differences_on: Literal["memory", "disk"] = "memory"
-    """Place of the differences: in this host's memory only, which survives a killed process; or on disk as well, half
-    as many steps in a file, which survives the loss of all hosts. A checkpoint on disk is then made at least every four
-    times as many steps, and makes the files before it unneeded."""
+    differences_on: Literal["memory", "peers", "disk"] = "memory"
+    """Place of the differences, each after the places before it: in this host's memory, which survives a killed
+    process; what is a rank's own also in the memory of another host, which survives the loss of one, and peers then
+    have a checkpoint at least every half as many steps; or on disk, half as many steps in a file, which survives the
+    loss of all hosts. A checkpoint on disk is then made at least every four times as many steps, and makes the files
+    before it unneeded."""
     overlap: bool = True
     """Copy weights and optimizer state during the next forward and backward pass. Set false if anything but the
     optimizer changes them; training then waits for the copy."""
@@ -152,6 +154,14 @@ class Tiered(Feature):
             raise ConfigError(
                 f"`{self.name}.memory_every` is {self.memory_every}, but {self.differences} differences are kept",
                 hint=f'set memory_every = "auto", or at most half as many steps: 1 to {most}',
+            )
+        if most and self.differences_on == "peers" and (self.peers == "off" or self.peers_every == 0):
+            said = f'`{self.name}.differences_on` is "peers", and no checkpoints that they follow are kept there'
+            raise ConfigError(said, hint='set peers_every = "auto" and peers = "copy"')
+        if most and self.differences_on == "peers" and self.peers_every != "auto" and int(self.peers_every) > most:
+            raise ConfigError(
+                f"`{self.name}.peers_every` is {self.peers_every}, but {self.differences} differences are kept",
+                hint=f'set peers_every = "auto", or at most half as many steps: 1 to {most}',
             )
         if most and self.differences_on == "disk" and self.disk_every == 0:
             said = f'`{self.name}.differences_on` is "disk", and no checkpoints that they follow are written there'

@@ -79,8 +79,11 @@ def _differences(job: Job, checkpointer: Checkpointer) -> Differences | None:
         return None
     slot = Slot(checkpointer.folder / f"{STEPS}-{job.world.local_rank}", checkpointer.files)
     claim, group, steps = checkpointer.claim, checkpointer.group, settings.differences
+    partners = None
+    if checkpointer.schedule.has_peers and settings.differences_on != "memory":
+        partners = Slot(checkpointer.folder / f"{STEPS}-partner-{job.world.local_rank}", checkpointer.files)
     on_disk = settings.differences_on == "disk"
-    differences = Differences(job, averages, slot, claim, group, steps, on_disk=on_disk)
+    differences = Differences(job, averages, slot, claim, group, steps, on_disk=on_disk, partners=partners)
     job.at(Phase.WAIT, differences.begin_step)
     return differences
 

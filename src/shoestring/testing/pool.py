@@ -238,6 +238,7 @@ def serve(requests: int, replies: int, rank: int, size: int, store: str, timeout
     import torch.distributed as dist
 
     faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()  # a rank that crashes prints where each of its threads was
     torch.set_num_threads(1)
     # The parent's clock rings first, and tells where the ranks are.
     limit = timedelta(seconds=timeout + 2 * GRACE)

@@ -181,7 +181,7 @@ class _Files:
                 if self._mapped[0] != batch.path:
                     self._mapped = batch.path, _read(batch.path)
                 for whole in self._mapped[1]:
-                    if (found := parsed(whole, step)) is not None and fits(found):
+                    if (found := parsed(whole))[0]["step"] == step and fits(found):
                         return found
         return None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoestring.checkpoint.differences.batches import Batches
 from shoestring.checkpoint.differences.difference import Basis, StepContent
+from shoestring.checkpoint.differences.partner import Partner
 from shoestring.checkpoint.differences.ring import Found, Ring
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.history import History
@@ -45,13 +46,27 @@ class Differences:
         slot: names the file in this host's memory.
         steps: number of steps to keep in memory.
         on_disk: write them to disk as well, half as many at once.
+        partners: names the file with what this rank keeps for one of another host; None where hosts keep no copies.
     """
 
     def __init__(
-        self, job: Job, averages: KeptAverages, slot: Slot, claim: Claim, group: RankGroup, steps: int, *, on_disk: bool
+        self,
+        job: Job,
+        averages: KeptAverages,
+        slot: Slot,
+        claim: Claim,
+        group: RankGroup,
+        steps: int,
+        *,
+        on_disk: bool,
+        partners: Slot | None = None,
     ) -> None:
         self.job, self.claim, self.group = job, claim, group
-        self.content, self.ring = StepContent(job, averages), Ring(slot, steps, self._lease)
+        self._leases: dict[Slot, int] = {}
+        self.content, self.ring = StepContent(job, averages), self._ring(slot, steps)
+        self.partner = None
+        if partners is not None:
+            self.partner = Partner(group, job.world.local_size, self._ring(partners, steps))
         self.batches = Batches(claim, self.ring, steps // 2) if on_disk else None
         self.form = f"{crc32(averages.averages_form.encode()):08x} {job.world.size}"
         self.replayed = 0
@@ -68,6 +83,7 @@ class Differences:
     def begin_step(self) -> None:
         """Note what the optimizer's step depends on, right before it."""
         began = time.perf_counter()
+        self.settle()
         self._basis = self.content.basis()
         self.seconds += time.perf_counter() - began
 
@@ -75,15 +91,15 @@ class Differences:
         """Keep the difference of the step just done, which leads to a checkpoint of that name."""
         began, basis, self._basis = time.perf_counter(), self._basis, None
         if reason := budget.called_back(self.job.world.memory, budget.DIFFERENCES):
-            self.ring.close(reason)
+            for ring in [self.ring, *([self.partner.ring] if self.partner is not None else [])]:
+                ring.close(reason)
             self.job.world.memory.give(budget.DIFFERENCES)
         with span("difference", "copy") as marked:
-            described = None if basis is None else self.content.describe(basis)
-            if described is None or self.ring.refused or not self._finite(loss):
-                return
-            header, tensors = described
-            about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
-            marked.nbytes = self.ring.write(about | header, tensors)
+            found = self._found(checkpoint, basis, loss)
+            if found is not None:
+                marked.nbytes = self.ring.write(*found)
+        if self.partner is not None:
+            self.partner.send(checkpoint.step, found if marked.nbytes else None)
         self._says(self.ring.refused or self.ring.slot.lacking)
         if self.batches is not None and marked.nbytes:
             assert self.claim.history is not None
@@ -91,8 +107,30 @@ class Differences:
         self.nbytes += marked.nbytes
         self.seconds += time.perf_counter() - began
 
-    def _lease(self, nbytes: int) -> str:
-        return budget.lacking(self.job.world.memory, budget.DIFFERENCES, 1, nbytes)
+    def _found(self, checkpoint: CheckpointId, basis: Basis | None, loss: Tensor | None) -> Found | None:
+        """The header and tensors of the step just done; None where it cannot be replayed, or is not kept."""
+        described = None if basis is None else self.content.describe(basis)
+        if described is None or self.ring.refused or not self._finite(loss):
+            return None
+        header, tensors = described
+        about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
+        return about | header, tensors
+
+    def settle(self) -> None:
+        """Wait until another host has what was sent to it; a collective."""
+        if self.partner is not None:
+            self.partner.settle()
+
+    def _ring(self, slot: Slot, steps: int) -> Ring:
+        """A ring; the rings of a rank have one lease on its host's memory."""
+
+        def lease(nbytes: int) -> str:
+            leases = self._leases | {slot: nbytes}
+            reason = budget.lacking(self.job.world.memory, budget.DIFFERENCES, 1, sum(leases.values()))
+            self._leases = self._leases if reason else leases
+            return reason
+
+        return Ring(slot, steps, lease)
 
     def _finite(self, loss: Tensor | None) -> bool:
         """Whether the step may be continued: an accelerator does steps with a loss that is not finite."""
@@ -117,6 +155,12 @@ class Differences:
         began = time.perf_counter()
         read = self._reader(history)
         there = self._there(base, read)
+        if self.partner is not None:
+            self.partner.give_back(
+                base.step, len(there), read, self.ring, lambda found: self._continues(found[0], history)
+            )
+            read = self._reader(history)
+            there = self._there(base, read)
         count = min(self.group.all_gather(len(there)))
         with span("replay", "compute"):
             done, last = self._replayed(there[:count], read)
@@ -212,6 +256,8 @@ class Differences:
             self.batches.close(forget=forget)
         if forget:
             self.ring.close()
+            if self.partner is not None:
+                self.partner.ring.close()
         self.job.world.memory.give(budget.DIFFERENCES)
 
     def facts(self) -> dict[str, float]:

@@ -104,14 +104,12 @@ class Ring:
     def read(self, step: int) -> Found | None:
         """The header of a step's difference, and its tensors, in the ring's memory; None if it is not whole."""
         cell = self._cell(step)
-        whole = None if cell is None else next(wholes(cell), None)
-        return None if whole is None else parsed(whole, step)
+        return None if cell is None else _of(step, first(cell))
 
     def copied(self, step: int) -> Found | None:
         """As `read`, but copied first, on a thread beside which the ring is written to."""
         cell = self._cell(step)
-        whole = None if cell is None else next(wholes(cell.clone()), None)
-        return None if whole is None else parsed(whole, step)
+        return None if cell is None else _of(step, first(cell.clone()))
 
     def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         """Put a difference in the place of the oldest one; its bytes, 0 if there is no room.
@@ -120,12 +118,16 @@ class Ring:
             header: JSON; its `step` is the difference's.
         """
         plan = CellPlan(header, tensors)
-        self._lay_out(plan.nbytes)
-        cell = self._cell(header["step"])
+        cell = self.cell(header["step"], plan.nbytes)
         if cell is None:
             return 0
         plan.put(cell)
         return plan.nbytes
+
+    def cell(self, step: int, nbytes: int) -> Tensor | None:
+        """Where a step's difference of so many bytes, or fewer, goes; None if there is no room."""
+        self._lay_out(nbytes)
+        return self._cell(step)
 
     def _cell(self, step: int) -> Tensor | None:
         if self._room is None:
@@ -174,18 +176,27 @@ def wholes(data: Tensor) -> Iterator[Tensor]:
         data = data[end:]
 
 
+def first(data: Tensor) -> Found | None:
+    """The difference at the beginning of some bytes, if it is whole."""
+    whole = next(wholes(data), None)
+    return None if whole is None else parsed(whole)
+
+
+def _of(step: int, found: Found | None) -> Found | None:
+    """What was found, if it is of that step."""
+    return found if found is not None and found[0]["step"] == step else None
+
+
 def joined(differences: Iterable[Tensor]) -> Tensor:
     """Differences one after the other, as `wholes` takes them apart."""
     return torch.cat([F.pad(each, (0, -len(each) % _ALIGNED)) for each in differences])
 
 
-def parsed(whole: Tensor, step: int) -> Found | None:
-    """The header of a difference, and its tensors, which share its memory; None if it is of another step."""
+def parsed(whole: Tensor) -> Found:
+    """The header of a difference, and its tensors, which share its memory."""
     _, _, length, _ = _CELL.unpack(whole[: _CELL.size].numpy().tobytes())
     body = whole[_CELL.size :]
     header = json.loads(body[:length].numpy().tobytes())
-    if header["step"] != step:
-        return None
     places = header.pop("places")
     return header, {
         name: body[start:stop].view(getattr(torch, dtype)).view(shape)

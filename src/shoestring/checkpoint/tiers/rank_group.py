@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -102,6 +102,19 @@ class RankGroup:
             if crc32(view.numpy().data) != int(mark):
                 damaged.add(rank)
         return damaged
+
+    def start_exchange(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> Callable[[], None]:
+        """Start to send one contiguous tensor to another rank, and to receive one; (): wait for both."""
+        works = (
+            dist.irecv(receive[1], receive[0], group=self.process_group),
+            dist.isend(send[1], send[0], group=self.process_group),
+        )
+
+        def wait() -> None:
+            self._wait(receive[0], works[:1])
+            self._wait(send[0], works[1:])
+
+        return wait
 
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
         """A few messages at a time, so that training's own traffic gets its turn between them."""

@@ -111,11 +111,12 @@ class CheckpointSchedule:
         self._reach()
 
     def _reach(self) -> None:
-        """Save in memory so often that differences lead from there to the newest step; half of them, for a checkpoint
-        takes some steps until it is sealed on all ranks."""
-        if self.settings.differences and MEMORY in self.auto:
-            most = self.settings.differences // 2
-            self.steps[MEMORY] = min(self.steps[MEMORY] or most, most)
+        """Save so often that differences lead from there to the newest step; half of them, for a checkpoint takes some
+        steps until it is sealed on all ranks."""
+        most = self.settings.differences // 2
+        for level in (MEMORY, *([PEERS] if self.settings.differences_on == "peers" else [])):
+            if most and level in self.auto:
+                self.steps[level] = min(self.steps[level] or most, most)
         if self.settings.differences and self.settings.differences_on == "disk" and DISK in self.auto:
             most = 4 * self.settings.differences  # what is written between two is a few times a checkpoint
             self.steps[DISK] = min(self.steps[DISK] or most, most)
@@ -174,14 +175,14 @@ class CheckpointSchedule:
 
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
-        promises = []
+        promises, no_step = [], f"no step repeated: the newest {self.settings.differences} are replayed"
         if self.steps[MEMORY]:
-            no_step = f"no step repeated: the newest {self.settings.differences} are replayed"
             promises.append(f"a killed process: yes, from memory, {no_step if self.replays else self._often(MEMORY)}")
         if self.steps[PEERS]:
             copies = self.settings.peers == "copy"
             how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
-            promises.append(f"one host of {self.hosts} lost: yes, {how}, {self._often(PEERS)}")
+            replays = self.replays and self.settings.differences_on != "memory"
+            promises.append(f"one host of {self.hosts} lost: yes, {how}, {no_step if replays else self._often(PEERS)}")
         if self.steps[DISK]:
             batches = f"and differences, {self.settings.differences // 2} steps at once"
             often = batches if self.replays and self.settings.differences_on == "disk" else self._often(DISK)

@@ -119,7 +119,7 @@ class Checkpointer:
         if self.differences is not None:
             self.differences.begin()
         if reached is not None:  # soon there is a checkpoint from which nothing needs to be replayed
-            self.schedule.postpone({MEMORY})
+            self.schedule.postpone({MEMORY, PEERS} if self.schedule.steps[PEERS] else {MEMORY})
 
     def capture(self, last: bool, loss: Tensor | None = None) -> None:
         """Work for the end of a step: stage where it is due, save everything where it is the last.
@@ -314,6 +314,8 @@ class Checkpointer:
         self.stager.finish()
         self._settle()
         self.keeper.drain()
+        if self.differences is not None:
+            self.differences.settle()
         if self._pulse is not None:
             self._pulse.wait()
             self._pulse = None

@@ -25,23 +25,27 @@ kv_heads = 2
 [data]
 tokenizer = "bytes"
 sequence = 32
-[parallel.fsdp]
+{under}
 [checkpoint.tiered]
-memory_every = 1
 peers_every = 4
 disk_every = 0
+{settings}
 """
+_SHARDED = ("[parallel.fsdp]", "memory_every = 1")
+_REPLAYED = ("[parallel.ddp]\n[comm.quantize]\nbits = 4", 'differences = 16\ndifferences_on = "peers"')
 
 
 @dataclass(frozen=True)
 class Fleet(LabRun):
-    """A sharded run on four hosts that saves to memory and peers only; every host has a disk of its own."""
+    """A run on four hosts that saves to memory and peers only; every host has a disk of its own."""
 
     @classmethod
-    def made(cls, folder: Path, dim: int = 32) -> Fleet:
-        """Write the corpus and the run file."""
+    def made(cls, folder: Path, dim: int = 32, *, replayed: bool = False) -> Fleet:
+        """Write the corpus and the run file: of a sharded run, or of replicas whose steps are replayed."""
         LabRun.prepare(folder)
-        (folder / "run.toml").write_text(_RUN.format(corpus=folder / "corpus.txt", steps=STEPS, dim=dim))
+        under, settings = _REPLAYED if replayed else _SHARDED
+        of = {"corpus": folder / "corpus.txt", "steps": STEPS, "dim": dim, "under": under, "settings": settings}
+        (folder / "run.toml").write_text(_RUN.format(**of))
         return cls(folder)
 
 
