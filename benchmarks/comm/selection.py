@@ -73,5 +73,6 @@ def rows(ask: Ask) -> list[Bar]:
             ("uniform", "a uniform choice"),
             ("knapsack", "a knapsack over measured errors"),
             ("hypernetwork", "the hypernetwork's choice"),
+            ("per-node", "a hypernetwork's choice on each rank for itself"),
         )
     ]

@@ -77,6 +77,7 @@ CONSERVING = [
     comm.PowerSGD(rank=1),
     comm.Quantize(bits=4, rounding="nearest", feedback=True),
     comm.Dense(select="uniform", budget_kb=3.0),
+    pytest.param(comm.Dense(select="per-node", budget_kb=3.0), marks=pytest.mark.slow),
 ]
 
 

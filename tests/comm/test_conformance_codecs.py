@@ -64,3 +64,8 @@ class TestSelection(CodecSuite):
 @pytest.mark.slow
 class TestSelectionByGain(TestSelection):
     feature = Dense(select="gain", budget_kb=3.0)
+
+
+@pytest.mark.slow
+class TestSelectionPerNode(TestSelection):
+    feature = Dense(select="per-node", budget_kb=3.0)

@@ -30,6 +30,7 @@ EXCHANGES: list[Feature] = [
     comm.DGC(lr=0.05, density=0.2),
     comm.PowerSGD(rank=2, select="hypernetwork", budget_kb=3),
     comm.BF16(select="knapsack", budget_kb=3),
+    comm.BF16(select="per-node", budget_kb=3),
 ]
 
 

@@ -32,9 +32,9 @@ SUMMARY = 3  # fp32 numbers that each layer sends with every exchange
 
 @dataclass(frozen=True)
 class Layers:
-    """What a selector may know: fp64 arrays (layers,), one entry a layer, equal on all ranks.
+    """What a selector may know: fp64 arrays (layers,), one entry a layer, in the natural order of their names.
 
-    Layers are in the natural order of their names. Norms are means over the ranks of each rank's own norm.
+    Where all ranks choose alike, it is equal on all of them, and norms are means over the ranks of each rank's own.
     """
 
     step: int
@@ -57,7 +57,7 @@ Notes = dict[str, Tensor]
 
 
 class Selector(ABC):
-    """Selects layers, alike on every rank: from its arguments alone, by arithmetic that rounds alike everywhere."""
+    """Selects layers from its arguments alone, by arithmetic that rounds alike everywhere, so that ranks may agree."""
 
     learns: ClassVar[bool] = False
     """Whether it needs `Layers.gain`, for which the delivered averages are kept for one step."""
@@ -210,7 +210,7 @@ class BudgetedCodec(Wrapper):
         seen, notes = self.state.get("seen", {}), self.state.get("notes", {})
         if context.step < self.warmup or not seen:
             return _StepChoice(context.step, frozenset(), frozenset(), notes)
-        names = sorted(seen, key=_natural_order)
+        names = sorted(seen, key=natural_order)
         table = torch.stack([seen[name] for name in names]).cpu().numpy().T
         carried = float(notes.get("carried", torch.zeros(())))
         overhead = ring_bytes("all-reduce", 4 * SUMMARY * len(names), context.size)
@@ -262,6 +262,6 @@ def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int, step:
     return sent
 
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str]]:
     """Sort `blocks.2` before `blocks.10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

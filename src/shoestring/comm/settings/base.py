@@ -32,10 +32,11 @@ class Exchange(Feature):
     budget_kb: float = 0.0
     """Average number of kB that each rank may send in a step. Each step sends as many parameters as fit, and the
     residuals of the others grow until they are sent; 0 sends all."""
-    select: Literal["auto", "gain", "hypernetwork", "knapsack", "uniform"] = "auto"
+    select: Literal["auto", "gain", "hypernetwork", "per-node", "knapsack", "uniform"] = "auto"
     """Method that selects the parameters to send within `budget_kb`: by what sending them lowers the loss by, as it was
-    lately ("gain") or as a small network learns to predict it ("hypernetwork"); by the size of what is left to send
-    ("knapsack"); or each as often ("uniform"). "auto" takes the gain."""
+    lately ("gain"), as a small network learns to predict it ("hypernetwork"), or as a network on each rank predicts it
+    for that rank alone ("per-node"); by the size of what is left to send ("knapsack"); or each as often ("uniform").
+    "auto" takes the gain."""
 
     seams: ClassVar = (Seam.WIRE,)
     runs_alone: ClassVar = False
@@ -49,12 +50,25 @@ class Exchange(Feature):
         """Make a new codec with these settings, which sends only selected parameters where there is a budget."""
         if not self.budget_kb:
             return self.make_codec()
+        if self.select == "per-node":
+            return self.make_per_node_codec()
         from shoestring.comm.selection.budget import BudgetedCodec, Uniform
         from shoestring.comm.selection.hypernetwork import Hypernetwork
         from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 
         kinds = {"hypernetwork": Hypernetwork, "knapsack": Knapsack, "uniform": Uniform}
         return BudgetedCodec(self.make_codec, kinds.get(self.select, GainKnapsack)(), 1e3 * self.budget_kb)
+
+    def make_per_node_codec(self) -> Codec:
+        """Make a new codec that sends the parameters which each rank selects for itself.
+
+        Raises:
+            ConfigError: the codec needs the same parameters on all ranks.
+        """
+        raise ConfigError(
+            f'`{self.name}` needs the same layers on all ranks, but with `select = "per-node"` each rank sends its own',
+            hint='use [comm.dense] or [comm.bf16], or `select = "gain"`',
+        )
 
     @property
     def cost(self) -> str:
@@ -72,7 +86,7 @@ class Exchange(Feature):
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the codec must have all gradients of a step at once, so that `parts` does not apply."""
-        return False
+        return self.select == "per-node"
 
     @property
     def exchanges(self) -> int:
@@ -90,6 +104,8 @@ class Exchange(Feature):
                 f'`{self.name}.select = "{self.select}"` has nothing to select, because all parameters are sent',
                 hint="set `budget_kb` to the kB that a step may send",
             )
+        if self.select == "per-node":
+            self.make_per_node_codec()
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
             raise ConfigError(
                 f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"

@@ -27,6 +27,11 @@ class Dense(Exchange):
 
         return DenseCodec()
 
+    def make_per_node_codec(self) -> Codec:
+        from shoestring.comm.selection.per_node import PerNodeCodec
+
+        return PerNodeCodec(1e3 * self.budget_kb)
+
     @property
     def cost(self) -> str:
         return "gradients are exact"
@@ -40,6 +45,11 @@ class BF16(Exchange):
         from shoestring.comm.codecs.dense import DenseCodec
 
         return DenseCodec(_wire_dtype("bf16"))
+
+    def make_per_node_codec(self) -> Codec:
+        from shoestring.comm.selection.per_node import PerNodeCodec
+
+        return PerNodeCodec(1e3 * self.budget_kb, dtype=_wire_dtype("bf16"))
 
     @property
     def cost(self) -> str:

@@ -1,0 +1,247 @@
+"""Each rank chooses its own layers, by a small network of its own; what no rank has chosen does not travel.
+
+The form is that of "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024), of which the abstract is
+public: only layers that a hypernetwork on each node chooses are transmitted. How they travel is our own:
+
+1. Each rank adds its residual to its gradient, M = g + e. Its network maps what it knows of its layers to a mask.
+2. The masks are gathered, a bit a layer. Where they differ by more than the budget carries, those layers wait that the
+   fewest ranks have chosen.
+3. A reduce-scatter, as an all-to-all: every layer is cut into as many shards as there are ranks, and a rank sends those
+   of the layers that it has chosen, each to the rank that sums it.
+4. An all-gather of the sums of all layers that any rank has chosen.
+
+With P entries a shard of what one rank has chosen, at most, and U of what any has, (ranks - 1) (P + U) entries leave
+each rank: as many as in a ring where all choose alike, and up to (ranks + 1) / 2 times as many where none do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring._torch import foreach_norm
+from shoestring.comm.codecs.bits import pack, packed_bytes, unpack
+from shoestring.comm.codecs.codec import AllGather, AllToAll, Codec, Coding, ExchangeContext, Grads
+from shoestring.comm.selection.budget import Layers, Notes, Selector, natural_order
+from shoestring.comm.selection.hypernetwork import Hypernetwork
+from shoestring.core.errors import ConfigError
+
+MEMORY = 0.9  # decay of the average of ‖g‖² over steps
+HEADER = 64  # bytes to each other rank beside masks and entries, at most: a norm, and rows filled up to 16 bytes
+
+
+@dataclass(frozen=True)
+class LayerPiece:
+    """Entries of a layer that are chosen together: all, or a part of a layer that costs more than half a budget."""
+
+    name: str
+    start: int
+    stop: int
+    shard: int  # entries that one rank sums
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+    def of(self, flats: Grads) -> Tensor:
+        """The entries, of flat tensors by name."""
+        return flats[self.name][self.start : self.stop]
+
+    def shards(self, flats: Grads, ranks: int) -> Tensor:
+        """The entries as (ranks, shard), padded with zeros."""
+        entries = self.of(flats)
+        return F.pad(entries, (0, ranks * self.shard - len(entries))).view(ranks, -1)
+
+
+@dataclass(frozen=True)
+class Union:
+    """The pieces that travel, and those of them that each rank sends."""
+
+    pieces: list[LayerPiece]
+    sent: list[list[LayerPiece]]
+
+    @property
+    def longest(self) -> int:
+        """P."""
+        return max(sum(piece.shard for piece in own) for own in self.sent)
+
+    @property
+    def total(self) -> int:
+        """U."""
+        return sum(piece.shard for piece in self.pieces)
+
+
+class PerNodeCodec(Codec):
+    """The mean over the ranks of the layers that each has chosen; a rank keeps its others as a residual.
+
+    State: "residual"; "delivered", what this rank sent; "seen", what it knows of its pieces; "notes", its selector's;
+    and "carried", the bytes that were left. All but the last are this rank's own.
+
+    Args:
+        budget: bytes that may leave a rank in a step. Unused ones are carried over up to the price of the largest
+            piece, so any n steps together send at most n budgets and one such price.
+        selector: chooses by this rank's numbers. All ranks' networks start and draw alike, so that they differ by what
+            they see, and have seen, alone.
+        dtype: data type of the entries on the wire. The residual takes what it rounds away.
+        warmup: steps that send everything, whatever the budget is.
+    """
+
+    stages = 3
+    shared = frozenset({"carried"})
+
+    def __init__(
+        self, budget: float, *, selector: Selector | None = None, dtype: torch.dtype = torch.float32, warmup: int = 2
+    ) -> None:
+        super().__init__()
+        self.budget, self.selector, self.dtype, self.warmup = budget, selector or Hypernetwork(), dtype, warmup
+
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        flats = {name: grads[name].view(-1) for name in sorted(grads, key=natural_order) if grads[name].numel()}
+        if not flats:
+            return
+        M = {name: self.get_state("residual", name, grads[name]).view(-1) + flat for name, flat in flats.items()}
+        ranks, rank, pieces = context.size, context.rank, self._divide(flats, context.size)
+        norm, seen = self._look(pieces, flats, M)
+        mask, notes = self._choose(pieces, seen, context)
+        _, answer = yield [AllGather(norm), AllGather(pack(torch.from_numpy(mask)[None].to(norm.device), 1)[0])]
+        masks = unpack(answer, 1, len(pieces)).cpu().numpy().astype(bool)
+        union, carried = self._admit(masks, pieces, context)
+        own, averages, delivered = union.sent[rank], dict[LayerPiece, Tensor](), dict[str, Tensor]()
+        if union.total:
+            rows = torch.cat([norm.new_empty(ranks, 0), *(piece.shards(M, ranks) for piece in own)], dim=1)
+            rows = F.pad(rows, (0, union.longest - rows.shape[1])).to(self.dtype)
+            (received,) = yield [AllToAll(rows.view(torch.uint8))]  # floating answers would have to be equal on all
+            mean = _sum(received.view(self.dtype), union) / ranks
+            rounded = mean.to(self.dtype)
+            (gathered,) = yield [AllGather(rounded)]
+            averages = _cut(gathered, union.pieces)
+            delivered = {str(piece): piece.of(M).clone() for piece in own}
+            for piece in own:
+                piece.of(M).sub_(piece.of(M).to(self.dtype))
+            for piece, error in _cut(ranks * (mean - rounded), union.pieces).items():
+                summed = piece.of(M)[rank * piece.shard :][: piece.shard]
+                summed += error[: len(summed)]
+        for piece in pieces:
+            entries = piece.of(flats)
+            entries.copy_(averages[piece].reshape(-1)[: len(entries)]) if piece in averages else entries.zero_()
+        seen["waited"] = np.array([0.0 if str(p) in delivered else 1 + seen["waited"][i] for i, p in enumerate(pieces)])
+        self.state["residual"] |= {name: each.view(grads[name].shape) for name, each in M.items()}
+        self.state |= {"delivered": delivered, "notes": notes}
+        self.state["seen"] = {name: torch.from_numpy(each) for name, each in seen.items()}
+        self.state["carried"] = {"bytes": torch.tensor(carried, dtype=torch.float64)}
+
+    def _divide(self, flats: Grads, ranks: int) -> list[LayerPiece]:
+        """Layers whole, or in equal pieces that cost at most half a budget each."""
+        largest = max(1, int(self.budget / max(1, 4 * self._price(ranks)))) * ranks
+        pieces = []
+        for name, flat in flats.items():
+            n = len(flat)
+            size = math.ceil(n / math.ceil(n / largest))
+            ends = [(start, min(start + size, n)) for start in range(0, n, size)]
+            pieces += [LayerPiece(name, start, stop, math.ceil((stop - start) / ranks)) for start, stop in ends]
+        return pieces
+
+    def _look(self, pieces: Sequence[LayerPiece], flats: Grads, M: Grads) -> tuple[Tensor, dict[str, np.ndarray]]:
+        """The norm of all M, (1,); and `Layers`' arrays of this rank, with the gain of the choice before as "next"."""
+        residual = {name: each.view(-1) for name, each in self.state["residual"].items()}
+        delivered = self.state.get("delivered", {})
+        gradients = [piece.of(flats).float() for piece in pieces]
+        before = [delivered[str(piece)] if str(piece) in delivered else piece.of(residual) for piece in pieces]
+        gains = [torch.dot(gradient, earlier) for gradient, earlier in zip(gradients, before, strict=True)]
+        norms = [foreach_norm(tensors) for tensors in (gradients, [piece.of(M) for piece in pieces])]
+        columns = torch.stack([torch.stack(column) for column in (*norms, gains)])
+        gradient, accumulated, gain = columns.nan_to_num(0, 0, 0).double().cpu().numpy()
+        seen = {name: each.cpu().numpy() for name, each in self.state.get("seen", {}).items()}
+        if not seen or len(seen["waited"]) != len(pieces):
+            seen = {"gradient": gradient**2, "waited": np.zeros(len(pieces)), "next": np.zeros(len(pieces))}
+        average = MEMORY * seen["gradient"] + (1 - MEMORY) * gradient**2
+        now = {"gradient": average, "accumulated": accumulated, "gain": seen["next"], "next": gain}
+        return columns[1].norm().view(1), now | {"waited": seen["waited"]}
+
+    def _choose(
+        self, pieces: Sequence[LayerPiece], seen: dict[str, np.ndarray], context: ExchangeContext
+    ) -> tuple[np.ndarray, Notes]:
+        """This rank's mask (pieces,), and its selector's notes."""
+        mask, notes = np.ones(len(pieces), np.uint8), self.state.get("notes", {})
+        if self._sends_all(context):
+            return mask, notes
+        allowance = self._allowance(len(pieces), context.size)
+        known = {name: seen[name] for name in ("gradient", "accumulated", "gain", "waited")}
+        known["entries"] = np.array([piece.stop - piece.start for piece in pieces], float)
+        known["price"] = 2.0 * self._price(context.size) * np.array([piece.shard for piece in pieces])
+        chosen, notes = self.selector.choose(Layers(context.step, self.budget, allowance, **known), notes)
+        mask[:] = 0
+        mask[list(chosen)] = 1
+        return mask, notes
+
+    def _sends_all(self, context: ExchangeContext) -> bool:
+        return context.step < self.warmup or context.size == 1
+
+    def _price(self, ranks: int) -> int:
+        """Bytes that leave a rank for an entry of P, or of U."""
+        return (ranks - 1) * self.dtype.itemsize
+
+    def _allowance(self, pieces: int, ranks: int) -> float:
+        """Bytes of entries that may leave a rank now: at least the price of a piece."""
+        overhead = (ranks - 1) * (HEADER + packed_bytes(pieces, 1))
+        if 2 * overhead > self.budget:
+            raise ConfigError(
+                f"a budget of {self.budget:.0f} bytes a step is less than twice the {overhead} bytes of masks of "
+                f"{pieces} pieces of layers",
+                hint="raise `budget_kb`",
+            )
+        carried = self.state.get("carried", {"bytes": torch.zeros(())})
+        return float(carried["bytes"]) + self.budget - overhead
+
+    def _admit(self, masks: np.ndarray, pieces: Sequence[LayerPiece], context: ExchangeContext) -> tuple[Union, float]:
+        """The pieces that travel, and the bytes that are carried over: equal on all ranks."""
+        if self._sends_all(context):
+            return admit(masks, pieces, math.inf, np.zeros(len(pieces))), 0.0
+        allowance, price = self._allowance(len(pieces), context.size), self._price(context.size)
+        draws = np.random.default_rng((1, context.step)).random(len(pieces))
+        union = admit(masks, pieces, allowance / price, draws)
+        left = allowance - price * (union.longest + union.total)
+        return union, min(left, 2.0 * price * max(piece.shard for piece in pieces))
+
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The residuals alone: pieces and prices depend on the number of ranks, so the networks start anew."""
+        return super().merge_states([{"residual": state.get("residual", {})} for state in states])
+
+
+def admit(masks: np.ndarray, pieces: Sequence[LayerPiece], entries: float, draws: np.ndarray) -> Union:
+    """Take pieces that most ranks have chosen first, while P + U is within `entries`; the draws decide among equals.
+
+    Args:
+        masks: (ranks, pieces), Boolean.
+    """
+    votes, own, total, taken = masks.sum(0), np.zeros(len(masks), int), 0, []
+    for number in np.lexsort((draws, -votes)):
+        shard = pieces[number].shard
+        more = own + masks[:, number] * shard
+        if votes[number] and more.max() + total + shard <= entries:
+            own, total = more, total + shard
+            taken.append(int(number))
+    taken.sort()
+    return Union([pieces[i] for i in taken], [[pieces[i] for i in taken if mask[i]] for mask in masks])
+
+
+def _cut(rows: Tensor, pieces: Sequence[LayerPiece]) -> dict[LayerPiece, Tensor]:
+    """Views of the last dimension of rows by the piece whose shards lie there."""
+    sizes = [piece.shard for piece in pieces]
+    return dict(zip(pieces, rows[..., : sum(sizes)].split(sizes, dim=-1), strict=True))
+
+
+def _sum(rows: Tensor, union: Union) -> Tensor:
+    """The sums of this rank's shard, (U,) in fp32, of what the ranks have sent it, (ranks, P), in their order."""
+    total = rows.new_zeros(union.total, dtype=torch.float32)
+    sums = _cut(total, union.pieces)
+    for row, sent in zip(rows.float(), union.sent, strict=True):
+        for piece, entries in _cut(row, sent).items():
+            sums[piece] += entries
+    return total
