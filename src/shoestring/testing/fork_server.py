@@ -16,7 +16,7 @@ from typing import Any
 from shoestring.forking import ForkServer
 
 PRELOADED = (
-    "shoestring.testing.checkpointing.trainee",
+    "shoestring.testing.checkpointing.strikes",
     "shoestring.testing.scenarios",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -26,12 +26,18 @@ PRELOADED = (
 
 
 @cache
-def fork_server(number: int) -> ForkServer:
+def fork_server(number: int, faketime: str = "") -> ForkServer:
     """This process's fork server of that number, started by the first who asks and ended with this process.
 
     The number seeds the hashes of strings, so that the order of sets differs between ranks of different servers.
+
+    Args:
+        faketime: path of libfaketime: then the date of its processes is off by what is in their variable FAKETIME.
     """
-    server = ForkServer(PRELOADED, rank_environment, {"PYTHONHASHSEED": str(number)})
+    more = {"PYTHONHASHSEED": str(number)}
+    if faketime:
+        more |= {"LD_PRELOAD": faketime, "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    server = ForkServer(PRELOADED, rank_environment, more)
     atexit.register(server.close)
     return server
 
@@ -43,10 +49,13 @@ class ForkedProcess:
         function: of a module, which the process calls before it ends.
         arguments: of JSON types.
         number: of the fork server.
+        faketime: see `fork_server`.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: Sequence[Any] = (), number: int = 0) -> None:
-        self._server = fork_server(number)
+    def __init__(
+        self, function: Callable[..., None], arguments: Sequence[Any] = (), number: int = 0, faketime: str = ""
+    ) -> None:
+        self._server = fork_server(number, faketime)
         self._status: int | None = None
         self.pid = self._server.fork(function, arguments, output=2)
 
@@ -66,6 +75,11 @@ class ForkedProcess:
         if self._status is None:
             self._status = self._server.wait(self.pid, timeout)
         return self._status
+
+    def resume(self) -> None:
+        """Let it continue, where it was stopped."""
+        if self.exitcode is None:
+            os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End it with SIGKILL, unless it has ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoestring.checkpoint.format.manifest import Record
+from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.tiers.disk import MANIFEST, checked
 from shoestring.checkpoint.tiers.peer_copies import sets
@@ -38,7 +38,7 @@ LOSSES = ("nothing", "nothing", "one host's memory", "all memory")
 class Place:
     """A slot or a folder on disk: its record, and its parts' files by the parts' names."""
 
-    step: int
+    checkpoint: CheckpointId
     hosts: tuple[int, ...]
     """That can read it."""
     record: Path
@@ -46,36 +46,43 @@ class Place:
     lengths: Mapping[str, int]
 
     @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @property
     def memory(self) -> bool:
         return self.record.name != MANIFEST
 
 
 def places(setting: RunSetup) -> list[Place]:
-    """All that an undamaged run has left."""
+    """All that a run has left, without what has a damaged record."""
     found = []
     for host in range(setting.hosts):
         for path in sorted(setting.memory(host).rglob(f"*{SEAL}")):
-            found.append(_place(path, (host,)))
+            found.append((path, (host,)))
         if host == 0 or not setting.shared:
             hosts = tuple(range(setting.hosts)) if setting.shared else (host,)
-            found += [_place(path, hosts) for path in sorted(setting.disk(host).glob(f"step-*/{MANIFEST}"))]
-    return found
+            found += [(path, hosts) for path in sorted(setting.disk(host).glob(f"step-*/{MANIFEST}"))]
+    return [place for path, hosts in found if (place := _place(path, hosts)) is not None]
 
 
-def _place(path: Path, hosts: tuple[int, ...]) -> Place:
-    record = Record.read(path)
+def _place(path: Path, hosts: tuple[int, ...]) -> Place | None:
+    try:
+        record = Record.read(path)
+    except CheckpointError:
+        return None
     files = {name: path.parent / entry.file for name, entry in record.parts.items()}
-    return Place(record.checkpoint.step, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
+    return Place(record.checkpoint, hosts, path, files, {n: e.nbytes for n, e in record.parts.items()})
 
 
 def expected(setting: RunSetup, there: Sequence[Place], hurt: set[Path]) -> int | None:
     """The newest step of which every byte can still be had; None where there is none."""
     left = [place for place in there if place.record not in hurt and place.record.exists()]
     steps = sorted({place.step for place in left}, reverse=True)
-    return next((step for step in steps if _whole(setting, [p for p in left if p.step == step], hurt)), None)
+    return next((step for step in steps if whole(setting, [p for p in left if p.step == step], hurt)), None)
 
 
-def _whole(setting: RunSetup, left: Sequence[Place], hurt: set[Path]) -> bool:
+def whole(setting: RunSetup, left: Sequence[Place], hurt: set[Path]) -> bool:
     def having(part: str) -> set[int]:
         return {host for p in left if part in p.parts and p.parts[part] not in hurt for host in p.hosts}
 
@@ -248,15 +255,20 @@ def found(path: Path, there: Sequence[Place]) -> bool:
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
+def cut(there: Iterable[Place]) -> None:
+    """Cut the files to what is in them: in memory they are longer, and are mostly damaged where nothing is."""
+    for place in there:
+        for name, path in place.parts.items():
+            with path.open("r+b") as file:
+                file.truncate(place.lengths[name])
+
+
 def prepare(setting: RunSetup, trainee: Trainee) -> None:
-    """Train, and keep what was left; files in memory are cut to what is in them, for they are copied very often."""
+    """Train, and keep what was left."""
     trainee.train(STEPS)
     dist.barrier()
     if dist.get_rank() == 0:
-        for place in places(setting):
-            for name, path in place.parts.items():
-                with path.open("r+b") as file:
-                    file.truncate(place.lengths[name])
+        cut(places(setting))
         (setting.place / "now").rename(setting.place / "left")
     dist.barrier()
 

@@ -57,10 +57,15 @@ class Failing(Files):
         number, fault = len(self.passed) - 1, self.fault
         if fault and fault.first <= number < fault.first + fault.count:
             self.failed.append(self.passed[-1])
-            error = OSError(fault.code, os.strerror(fault.code))
-            if act not in _BY_DESCRIPTOR:
-                error.filename = str(path)
-            raise error
+            raise error_of(fault.code, act, path)
+
+
+def error_of(code: int, act: str, path: Path) -> OSError:
+    """What the system raises where an act fails."""
+    error = OSError(code, os.strerror(code))
+    if act not in _BY_DESCRIPTOR:
+        error.filename = str(path)
+    return error
 
 
 @dataclass(frozen=True)

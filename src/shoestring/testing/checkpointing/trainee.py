@@ -151,24 +151,32 @@ def under_torchrun(text: str) -> None:
     train(task, rank, partial(dist.init_process_group, "gloo"))
 
 
-def train(task: FaultyRun, rank: int, meet: Callable[..., None]) -> None:
+def train(
+    task: FaultyRun,
+    rank: int,
+    meet: Callable[..., None],
+    killer: Killer | None = None,
+    watch: Callable[[Job], None] = lambda job: None,
+) -> None:
     """Train to the end, or to this rank's own; what is said lands in the task's folder.
 
     Args:
         meet: makes the process group, of this `rank`.
+        killer: does the acts on files, and is told of spans; by default one that strikes as the task says.
+        watch: called with the job once it has been restored, and after each step.
     """
     with (task.place / f"said-{rank}.txt").open("ab") as said:
         os.dup2(said.fileno(), 2)
     torch.set_num_threads(1)
     meet(rank=rank)
-    mine = rank == task.victim
-    killer = Killer(task.point if mine else "", task.count)
+    killer = killer or Killer(task.point if rank == task.victim else "", task.count)
     attached.Checkpointer = partial(Checkpointer, files=killer)  # pyrefly: ignore[bad-assignment]
     trace = KillingTrace(rank=rank)
     trace.killer = killer
     with trace, job_of(task, trace) as job:
         began = job.restore("auto") if job.restore else None
         say(task, rank, "starts", json.dumps([task.start, began or 0]))
+        watch(job)
         for number in range(job.progress.step, task.steps):
             if number == task.steps - 1:
                 pass_gate(task)
@@ -178,6 +186,7 @@ def train(task: FaultyRun, rank: int, meet: Callable[..., None]) -> None:
             if task.under == REPLAYED and safe[0]:  # all ranks kept the step before, or this one could not have ended
                 safe.append(job.progress.step - 1)
             say(task, rank, "safe", json.dumps([job.progress.step, max(safe), task.start]))
+            watch(job)
         (task.place / f"end-{rank}.json").write_text(json.dumps([digest(job), sorted(killer.passed)]))
     dist.barrier()
     dist.destroy_process_group()
