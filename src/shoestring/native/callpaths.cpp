@@ -7,9 +7,11 @@
 //
 // What an operator is given is looked at only now and then, because torch boxes the arguments of all calls while there is
 // anybody who asks for some: at the first calls of new nodes, and after a random number of calls at BURST of them. Bytes
-// and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH.
+// and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH. Of
+// matrices that are multiplied, such a look also samples how much of them is zero (zeros.h).
 
 #include "frames.h"
+#include "zeros.h"
 #if defined(__linux__)
 #include "native_frames.h"
 #endif
@@ -255,6 +257,7 @@ struct Arguments {  // of those calls of a node that were looked at
     double looked_bytes = 0, looked_flops = 0, drawn_bytes = 0, drawn_flops = 0;
     uint32_t text = 0, variants = 0;
     uint32_t hashes[VARIANTS] = {};
+    Zeros zeros[2];  // of the two factors of a product
 };
 
 struct Place {  // an instruction of Python
@@ -792,6 +795,12 @@ std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& fn) {
         bool nested = false;
         for (uint32_t i = 0; i + 1 < own.depth; i++) nested |= own.at(own.open[i].node).rule != UNKNOWN;
         if (node.rule && !nested) looked->flops = flops_of(Rule(node.rule), fn.inputs(), looked->by_output);
+        if (node.rule == PRODUCT || node.rule == ADDED_PRODUCT)
+            for (uint32_t i = 0; i < 2; i++) {
+                size_t index = i + (node.rule == ADDED_PRODUCT);
+                if (index < fn.inputs().size() && fn.inputs()[index].isTensor())
+                    own.arguments[node.arguments].zeros[i].look(fn.inputs()[index].toTensor());
+            }
     } catch (...) {  // of a tensor that has no sizes
         looked = nullptr;
     }
@@ -1022,7 +1031,10 @@ void callpaths_read(uint32_t thread, uint32_t size, uint32_t* places, uint64_t* 
         double calls = std::max<double>(1, drawn ? seen.drawn : seen.drawn + seen.looked);
         double bytes = seen.drawn_bytes + (drawn ? 0 : seen.looked_bytes);
         double flops = seen.drawn_flops + (drawn ? 0 : seen.looked_flops);
-        uint32_t place[] = {node.parent, node.name, node.line, node.kind, seen.text, seen.variants};
+        std::string zeros = seen.zeros[0].spelled(1 + (node.rule == ADDED_PRODUCT));
+        zeros += seen.zeros[1].spelled(2 + (node.rule == ADDED_PRODUCT));
+        uint32_t text = zeros.empty() ? seen.text : names().of(names().spelling(seen.text) + zeros);
+        uint32_t place[] = {node.parent, node.name, node.line, node.kind, text, seen.variants};
         uint64_t number[] = {node.count, node.inclusive, node.within, node.least, node.most, node.graphed};
         double mean[] = {node.squares, bytes / calls, flops / calls};
         std::copy_n(place, 6, places + 6 * i);

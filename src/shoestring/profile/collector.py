@@ -100,8 +100,8 @@ class Collector:
         self.sampler.finish()
         self.hooks.close()
         tick = library.callpaths_nanoseconds()
+        after = self._read()  # which may spell out what the names before do not say
         names = [native_tree.spelled(library, number) for number in range(library.callpaths_names())]
-        after = self._read()
         for data, earlier in zip(after, self.before, strict=False):
             data.subtract(earlier)
         for data, (totals, variances) in zip(after, estimates, strict=False):

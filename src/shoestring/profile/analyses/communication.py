@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 _COLLECTIVE = re.compile(
-    r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py\t(?!init_process|new_|destroy_|_new|get_|is_|isend|irecv)"
+    r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py\t"
+    r"(?!init_process|new_|destroy_|_new|get_|is_|isend|irecv|batch_isend_irecv)"
 )
+_BEGUN = re.compile(r"/torch/distributed/distributed_c10d\.py\t(isend|irecv|batch_isend_irecv)$")
+"""What returns before anything has arrived."""
+_BLOCKS = re.compile(r"/torch/distributed/distributed_c10d\.py\t(send|recv)$")
 _OPERATORS = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|communication)")
 
 
@@ -22,7 +26,7 @@ _DISTRIBUTED = re.compile(r"/torch/nn/parallel/distributed\.py\t")
 _ENGINE = re.compile(r"\t_engine_run_backward$")
 _ACCUMULATE = re.compile(r"AccumulateGrad$")
 _AVERAGED = re.compile(r"ddp\.reducer::copy_bucket_to_grad$")
-_BEGINS = re.compile(r"\b(isend|irecv)\(|async_op\s*=\s*True")
+_BEGINS = re.compile(r"\b(batch_isend_irecv|isend|irecv)\(|async_op\s*=\s*True")
 ALWAYS = 0.9
 """Gradients that are averaged, of those that a backward pass computes, where each pass averages."""
 IN_BACKWARD = 0.32
@@ -31,6 +35,10 @@ FARTHEST = 40
 """Lines before one that waits, among which the one that begins is looked for."""
 SINGLE = 0.5
 """Share of the time that waiting for one collective a step takes, from which on it is worth a change."""
+AT_ONCE = 0.2
+"""The same where a line waits for what the function has just begun, and has computed nothing in between."""
+TINY = 1024
+"""Elements of what is sent, up to which it is the latency that a step waits for."""
 
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:
@@ -74,27 +82,35 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
     operators = np.array([bool(_OPERATORS.search(name)) for name in tree.names])
     wanted = (tree.kind == NodeKind.PYTHON) & named[tree.name]
     wanted |= np.isin(tree.kind, (NodeKind.OPERATOR, NodeKind.SPAN)) & operators[tree.name]
+    wanted &= ~reading.under(_BEGUN) | reading.under(_BLOCKS)
     waits: dict[Place, list[int]] = {}
     for node in reading.topmost(wanted):
         place = reading.place(node)
         if place[0] and not reading.behind[node]:
             waits.setdefault(place, []).append(node)
-    waiting = sum(len(nodes) for nodes in waits.values())
-    for place, _time in reading.python.items() if waiting else ():
+    for place in reading.python if (operators[tree.name] & (tree.count > 0)).any() else ():
         if ".wait(" in reading.text(place) and place not in waits:
             waits[place] = []
+    beside = set[Place]()
     for place, nodes in waits.items():
+        if place in beside:
+            continue
         taken = int(tree.inclusive[nodes].sum()) if nodes else reading.python.get(place, 0)
         if ".wait(" in reading.text(place) and nodes:
             taken += reading.python.get(place, 0)
-        calls = sum(call.count for call in reading.calls if call.place == place and _OPERATORS.search(call.name))
-        each = max(calls / reading.steps, 1.0)
+        sent = [call for call in reading.calls if call.place == place and _OPERATORS.search(call.name)]
+        calls = sum(call.count for call in sent)
+        small = _beside(reading, sent, waits)
+        beside |= small
+        taken += sum(int(tree.inclusive[waits[other]].sum()) for other in small)
+        each = max(calls / _steps(reading, sent), 1.0) + len(small)
         many = each > 1.5
         gain = taken * (1 - 0.5 / each) if many else taken
-        if not many and ".wait(" in reading.text(place) and (nodes or _meanwhile(reading, place)):
+        waiting = ".wait(" in reading.text(place)
+        if not many and waiting and (nodes or _meanwhile(reading, place)):
             continue  # it has begun earlier
         saves = reading.gain("communication", gain, nodes)
-        if saves.expected < (MATTERS if many else SINGLE):
+        if reading.share(taken) < AT_ONCE if waiting and not many else saves.expected < (MATTERS if many else SINGLE):
             continue
         fewer = "Send tensors together, in buckets: one collective instead of many. " if many else ""
         yield reading.finding(
@@ -108,10 +124,40 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
         )
 
 
+def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
+    """Of the program; where that is not known, as often as functions ran that communicate, by what they call least."""
+    if reading.steps > 1:
+        return reading.steps
+    counts: dict[tuple[int, int], list[int]] = {call.frame: [] for call in sent}
+    for call in reading.calls:
+        if call.frame in counts:
+            counts[call.frame].append(call.count)
+    return sum(min(each) for each in counts.values()) or 1
+
+
+def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place, Sequence[int]]) -> set[Place]:
+    """Other lines of the function that send as little: what each step waits for is the latency of every one of them."""
+    if not sent or any(call.elements > TINY or call.count < reading.steps for call in sent):
+        return set()
+    frames = {call.frame for call in sent}
+    others = [call for call in reading.calls if call.place in waits and call.frame in frames and call not in sent]
+    return {call.place for call in others if call.elements <= TINY and call.place != sent[0].place}
+
+
 def _meanwhile(reading: Reading, place: Place) -> bool:
     """Whether the function does anything between the line that begins communication and this one, which waits."""
     tree, (file, line) = reading.tree, place
     begun = [number for number in range(line - FARTHEST, line) if _BEGINS.search(reading.text((file, number)))]
+    begins = reading.matching(_BEGUN)
+    for node in range(len(tree) - 1, 0, -1):
+        begins[tree.parent[node]] |= begins[node]
+    begun += [
+        number
+        for node in np.flatnonzero(begins & (reading.lines == np.arange(len(tree)))).tolist()
+        for at, number in [reading.place(node)]
+        if at == file and line - FARTHEST < number < line
+    ]
+    begun.sort()
     if not begun:
         return False
     waiting = (tree.kind == NodeKind.PYTHON) & (tree.line == line)

@@ -12,6 +12,19 @@ from typing import Literal
 
 Direction = Literal["forward", "backward"]
 
+_LIKE = {
+    "aten::clamp": "clamp_min clamp_max hardtanh",
+    "aten::maximum": "minimum",
+    "aten::amax": "amin",
+    "aten::max": "min",
+    "aten::gt": "ge lt le eq ne",
+    "aten::log": "log2 log10",
+    "aten::exp": "exp2",
+    "aten::erf": "erfc",
+    "aten::tanh": "tan atan sinh cosh",
+    "aten::softplus": "log_sigmoid logaddexp",
+}
+"""Operators that take about as long as one of the table does, because they compute much the same."""
 LARGEST = 1 << 28
 """Elements beyond which a size is not searched for."""
 
@@ -19,7 +32,9 @@ LARGEST = 1 << 28
 @cache
 def _table() -> tuple[list[int], dict[str, dict[str, list[float]]]]:
     table = json.loads(Path(__file__).with_name("cpu.json").read_text())
-    return table["sizes"], table["nanoseconds"]
+    nanoseconds = table["nanoseconds"]
+    nanoseconds |= {f"aten::{other}": nanoseconds[name] for name, others in _LIKE.items() for other in others.split()}
+    return table["sizes"], nanoseconds
 
 
 def known(name: str, direction: Direction = "forward") -> bool:

@@ -11,12 +11,13 @@ from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Re
 from shoestring.profile.findings import Finding
 
 ELEMENTWISE = named(
-    "abs add addcdiv addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos div elu eq erf"
-    " erfc exp exp2 expm1 fill floor ge gelu gt hardtanh le leaky_relu lerp log log1p log2 log10 logical_and"
-    " logical_not logical_or lt masked_fill maximum minimum mul multiply ne neg negative pow reciprocal relu remainder"
-    " round rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tan tanh true_divide where xlogy zero"
+    "abs add addcdiv addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos div elu eq"
+    " erf erfc exp exp2 expm1 fill floor ge gelu gt hardtanh le leaky_relu lerp log log1p log2 log10 log_sigmoid"
+    " logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply ne neg negative pow reciprocal"
+    " relu remainder round rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tan tanh true_divide"
+    " where xlogy zero"
 )
-REDUCTIONS = named("sum mean var std amax amin max min norm linalg_vector_norm logsumexp softmax")
+REDUCTIONS = named("sum mean var std amax amin max min norm linalg_vector_norm logsumexp softmax log_softmax")
 PRODUCTS = named("matmul bmm mm einsum baddbmm")
 VIEWS = named(
     "view reshape transpose t permute unsqueeze squeeze expand expand_as select slice chunk split unbind detach alias"
@@ -46,8 +47,12 @@ class Fused:
     none: str = ""
     """And none of these."""
     least: int = SHORTEST
+    also: str = ""
+    """What it may have besides: the operator does that, too, or is given it."""
 
 
+_STABLE = "max|amax|bitwise_not|logical_not|masked_fill|where"
+"""How a softmax is kept from overflowing, and from what is masked."""
 FUSED = (
     Fused("aten::scaled_dot_product_attention", "F.scaled_dot_product_attention", ("matmul|bmm|einsum", "softmax")),
     Fused("aten::gelu_tanh", "F.gelu(x, approximate='tanh')", ("tanh", "mul"), none="exp|log|log1p|softplus|sum|mean"),
@@ -61,10 +66,14 @@ FUSED = (
     ),
     Fused("aten::layer_norm", "F.layer_norm", ("var|std", "sub", "div|mul")),
     Fused("aten::rms_norm", "F.rms_norm", ("pow|square|mul", "mean|sum", "rsqrt|sqrt|pow"), none="sub|exp|log"),
-    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("exp", "sum", "log"), none="sigmoid"),
+    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("exp", "sum", "log"), none="sigmoid", also=_STABLE),
     Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("softmax", "log"), least=2),
     Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("logsumexp", "sub"), least=2),
-    Fused("aten::softmax", "torch.softmax", ("exp", "sum", "div")),
+    Fused("aten::log_softmax", "F.cross_entropy", ("log_softmax", "mul", "sum"), none="exp"),
+    Fused("aten::softmax", "torch.softmax", ("exp", "sum", "div"), also=_STABLE),
+    Fused(
+        "aten::binary_cross_entropy_with_logits", "F.binary_cross_entropy_with_logits", ("log_sigmoid", "rsub", "mul")
+    ),
     Fused(
         "aten::binary_cross_entropy_with_logits",
         "F.binary_cross_entropy_with_logits",
@@ -162,7 +171,9 @@ def fused_operator(chain: Chain) -> Fused | None:
     names = {_plain(call.name).removeprefix("aten::") for call in chain.worked}
     for fused in FUSED:
         has_all = all(names & set(options.split("|")) for options in fused.every)
-        others = names - _COMMON - _GUARDS - {option for options in fused.every for option in options.split("|")}
+        others = (
+            names - _COMMON - _GUARDS - {option for each in (*fused.every, fused.also) for option in each.split("|")}
+        )
         reduces = any(f"aten::{name}" in REDUCTIONS for name in others)  # to something else than the formula does
         if (
             has_all

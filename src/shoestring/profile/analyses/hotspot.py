@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shoestring.profile.analyses.products import wasted_products
 from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
@@ -17,6 +18,12 @@ PRODUCTS = 0.15
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
+    """Lines that take much of the time and need not: products of zeros, and whatever takes more than half of it."""
+    yield from wasted_products(reading)
+    yield from _largest(reading)
+
+
+def _largest(reading: Reading) -> Iterator[Finding]:
     """The line that takes more than half of the time with the operators that it calls and their gradients.
 
     Matrix products, convolutions and attention do not count, for they are what a model is for and run near the speed of

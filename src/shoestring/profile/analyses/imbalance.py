@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, milliseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
@@ -28,6 +28,10 @@ FAR = 4.0
 ALONE = 12_000.0
 """Nanoseconds of a gradient that need no reason: the engine's, and those of small operators."""
 VIEWS = frozenset({"aten::select", "aten::slice", "aten::narrow", "aten::diagonal", "aten::as_strided", "aten::unfold"})
+PICKS = frozenset({"aten::gather", "aten::index", "aten::index_select", "aten::take_along_dim", "aten::masked_select"})
+EXPANDS = frozenset(
+    {"aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat", "aten::repeat_interleave"}
+)
 SHARE = 0.1
 """Of the time, what the gradients take at least."""
 
@@ -48,6 +52,7 @@ class Usual:
 def imbalances(reading: Reading) -> Iterator[Finding]:
     """Operators whose gradients take at least four times what the table of operators lets expect."""
     yield from _written_slices(reading)
+    yield from _copies(reading)
     yield from _tables(reading)
     checkpointed = reading.under(_CHECKPOINT)
     for call in reading.calls:
@@ -121,6 +126,39 @@ def _tables(reading: Reading) -> Iterator[Finding]:
             saves,
             [call.node],
         )
+
+
+def _copies(reading: Reading) -> Iterator[Finding]:
+    """Few elements taken out of an expanded tensor, whose gradient is that of every copy of it."""
+    lines: dict[Place, list[tuple[OperatorCall, OperatorCall]]] = {}
+    for grown in reading.calls:
+        if grown.name in EXPANDS and grown.given and grown.made:
+            size, before = grown.made[0].elements, grown.given[0].elements
+            for call in reading.calls:
+                alike = (call.frame, call.count) == (grown.frame, grown.count) and call.name in PICKS
+                if not (alike and call.place[0] and call.given and call.made):
+                    continue
+                if call.given[0].elements == size >= FEW * max(before, call.made[0].elements):
+                    lines.setdefault(call.place, []).append((call, grown))
+    for place, pairs in lines.items():
+        call, grown = pairs[0]
+        taken = sum(pick.backward + copies.time for pick, copies in pairs)
+        usual = reading.slower * sum(
+            pick.count * costs.nanoseconds("aten::index_select", "backward", pick.made[0].elements) for pick, _ in pairs
+        )
+        nodes = [each.node for pair in pairs for each in pair]
+        saves = reading.gain("imbalance", taken - min(usual, taken), nodes)
+        if reading.share(taken) >= SHARE and saves.expected >= MATTERS:
+            yield reading.finding(
+                f"the gradient of {call.name.removeprefix('aten::')} is that of every copy in an expanded tensor",
+                place,
+                f"{call.count} calls take {call.made[0].elements} elements each out of {call.given[0].elements}, which"
+                f" are copies of {grown.given[0].elements}. Their gradients take {milliseconds(taken)},"
+                f" {reading.share(taken):.0%} of the time.",
+                "Take the elements out of the tensor itself (index_select, F.embedding), before it is expanded.",
+                saves,
+                nodes,
+            )
 
 
 def _written_slices(reading: Reading) -> Iterator[Finding]:

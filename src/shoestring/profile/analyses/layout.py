@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +13,17 @@ from shoestring.profile.findings import Finding
 
 TYPES = frozenset({"aten::to", "aten::type_as", "aten::_to_copy"})
 LAYOUTS = frozenset({"aten::contiguous", "aten::clone", "aten::reshape"})
+_METHOD = re.compile(r"(?:\.|torch\.)(\w+)\b")
+_NAMED = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "byte": "uint8",
+    "bool": "bool",
+} | {name: name for name in ("float16", "float32", "float64", "bfloat16", "int64", "int32", "uint8")}
+"""What methods and types of torch convert to."""
 FEWEST = 4
 """Times that a conversion is made, at least, where it is not known how often each step makes it."""
 
@@ -29,7 +42,7 @@ def conversions(reading: Reading) -> Iterator[Finding]:
             functions.setdefault((call.place[0], call.frame[1]), []).append(call)
     for calls in functions.values():
         back = [call for call in calls if _taken_back(reading, call)]
-        yield from _function(reading, "layout", calls, len(back) == len(calls))
+        yield from _function(reading, "layout", calls, taken_back=len(back) == len(calls))
 
 
 def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
@@ -50,15 +63,28 @@ def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
 def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
     """Of conversions of the data type, those that others take back; what is done at first only is none of them."""
     often = [call for call in calls if call.count >= max(0.5 * reading.steps, FEWEST)]
-    known = [(call, call.given[0].dtype, call.made[0].dtype) for call in often if call.given and call.made]
-    back = [call for call, given, made in known if any((made, given) == (before, after) for _, before, after in known)]
+    known = [(call, given, made) for call in often if call.given and call.made for given, made in _pairs(reading, call)]
+    backwards = {(made, given) for _, given, made in known if made != given}
+    back = list({call.node: call for call, given, made in known if (given, made) in backwards}.values())
     unknown: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in calls:
         if not (call.given and call.made):
             unknown.setdefault((call.place[0], call.frame[1]), []).append(call)
     for group in (back, *unknown.values()):
         if group:
-            yield from _function(reading, "data type", group)
+            both = any(call.given and call.made and len(_pairs(reading, call)) > 1 for call in group)
+            yield from _function(reading, "data type", group, to_and_fro=both)
+
+
+def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:
+    """Types from and to which a line converts: of different calls the first is recorded."""
+    given, made = call.given[0].dtype, call.made[0].dtype
+    text = reading.syntax(call.place[0])
+    statement = text.at(call.place[1]) if text else None
+    if reading.tree.variants[call.node] < 2 or statement is None:
+        return [(given, made)]
+    named = [_NAMED[each] for each in _METHOD.findall(ast.unparse(statement)) if each in _NAMED]
+    return [(given, made), *((made, other) for other in named if other != made)]
 
 
 def copying(reading: Reading) -> np.ndarray:
@@ -71,12 +97,24 @@ def copying(reading: Reading) -> np.ndarray:
     return copying
 
 
-def _function(reading: Reading, kind: str, calls: list[OperatorCall], taken_back: bool = False) -> Iterator[Finding]:
+def _with_gradient(kind: str, call: OperatorCall) -> float:
+    """Nanoseconds; the gradient of another layout is copied, too, by whatever computes with it next."""
+    again = call.forward if kind == "layout" and call.graphed else 0
+    return call.forward + max(call.backward, again)
+
+
+def _function(
+    reading: Reading, kind: str, calls: list[OperatorCall], *, taken_back: bool = False, to_and_fro: bool = False
+) -> Iterator[Finding]:
+    """Args:
+    taken_back: another operator takes all of them back, in as long.
+    to_and_fro: one line converts both ways.
+    """
     runs = min(call.count for call in calls)
     each = sum(call.count for call in calls) / runs
-    if each < 2 and not taken_back:
+    if each < 2 and not taken_back and not to_and_fro:
         return
-    taken = sum(call.forward + call.backward for call in calls) * (2 if taken_back else 1)
+    taken = sum(_with_gradient(kind, call) for call in calls) * (2 if taken_back else 1)
     gain = taken + reading.python_of({call.place for call in calls}, sum(call.count for call in calls))
     nodes = [call.node for call in calls]
     saves = reading.gain("layout", gain, nodes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.analyses.reading import Place, Reading, milliseconds
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind, totals
 
@@ -18,6 +18,7 @@ _OWN_LOADER = re.compile(
 )
 _IN_WORKERS = re.compile(r"\t_MultiProcessingDataLoaderIter\.")
 _WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
+_COMMUNICATES = re.compile(r"^(c10d::|_c10d_functional::)|/torch/distributed/distributed_c10d\.py\t")
 LARGE = 0.2
 """Share of the time that is waited, from which on it is worth a change."""
 
@@ -37,8 +38,14 @@ def loading_stalls(reading: Reading) -> Iterator[Finding]:
             waits.setdefault(reading.place(int(tree.parent[node])), []).append(node)
     for place, nodes in waits.items():
         taken = int(sum(tree.inclusive[node] for node in nodes))
-        if reading.share(taken) >= max(LARGE, MATTERS) and place[0]:
+        if reading.share(taken) >= LARGE and place[0] and not _communicates(reading, nodes):
             yield _finding(reading, place, nodes, taken)
+
+
+def _communicates(reading: Reading, nodes: list[int]) -> bool:
+    """Whether another rank makes what is waited for."""
+    communicates = reading.matching(_COMMUNICATES)
+    return any(bool((reading.below(node) & communicates).any()) for node in nodes)
 
 
 def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Finding:

@@ -21,13 +21,21 @@ MANY = 6
 
 def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
     """Steps of optimizers that are neither fused nor `foreach`, and updates that a loop of the program makes."""
-    known = [node for node in reading.spans if costs.known(f"{_class(reading, node)} single")]
+    known = [
+        node for node in reading.spans if costs.known(f"{_class(reading, node)} single") and not _own(reading, node)
+    ]
     for node in known:
         yield from _step(reading, node)
     for node in sorted({*reading.spans} - {*known}):
         yield from _unknown_step(reading, node)
     if reading.behind.any():  # something is trained
         yield from _loops(reading, known)
+
+
+def _own(reading: Reading, node: int) -> bool:
+    """Whether the program itself has the optimizer's step, whatever it is called."""
+    inside = reading.below(node)
+    return any(inside[call.node] and call.direct for call in reading.calls)
 
 
 def _class(reading: Reading, node: int) -> str:
@@ -44,7 +52,8 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
             counts[call.name] = counts.get(call.name, 0) + call.count
     if any("_foreach_" in called or "_fused_" in called for called in counts) or not tree.count[node]:
         return
-    steps, taken = int(tree.count[node]), int(tree.inclusive[node])
+    optimizers = max(1, round(int(tree.count[node]) / reading.steps))  # on this line, such as one for each layer
+    steps, taken = max(1, int(tree.count[node]) // optimizers), int(tree.inclusive[node])
     kind = "SGD momentum" if name == "SGD" and "aten::mul_" in counts else name
     updates = max(counts.get(f"aten::{_COUNTED.get(name, 'addcdiv')}_", 0), 0)
     if name == "SGD" and "aten::mul_" in counts:
@@ -66,7 +75,8 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
         reading.place(node),
         f"{steps} steps of {name} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
         f" {sum(counts.values()) / steps:.0f} operators a step for about {parameters:.0f} parameters.",
-        f"Pass {way}=True to {name}, which updates all parameters in one call.",
+        f"Pass {way}=True to {name}, which updates all parameters in one call."
+        + " One optimizer can have a group of parameters for each rate." * (optimizers > 1),
         saves,
         [node],
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.profile.analyses.statements import called, names_read, names_written
 from shoestring.profile.findings import Finding
 from shoestring.profile.recording import Events
 from shoestring.profile.tree import NodeKind
@@ -17,6 +18,7 @@ LARGE = 0.1
 """Share of the time that compiled code takes, from which on it is worth a change that it breaks into parts."""
 _JAX = re.compile(r"^jax (?:trace|lower|compile): (?:jit\()?(.*?)\)?$")
 _COMPILING = re.compile(r"/jax/_src/(pjit|stages|compiler|interpreters/\w+)\.py\t")
+_COMPILES = {"compile", "trace", "script", "make_fx", "export"}
 JITTED_AGAIN = 4
 """Times that a function of JAX is compiled, from which on it is more than a few shapes that it is meant for."""
 _LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
@@ -99,12 +101,25 @@ def _times(reading: Reading, nodes: list[int], place: Place) -> int:
         if found := _REGION.search(name):
             times = max(times, int(found[2]) + 1)
     regions = reading.matching(_REGION) & (tree.kind == NodeKind.OPERATOR)
-    called = int(tree.count[reading.topmost(regions)].sum())
+    ran = int(tree.count[reading.topmost(regions)].sum())
     usual = int(np.median(counts)) if len(counts) else 0
-    if usual >= 0.5 * called > 1:  # as good as every call compiles
-        times = max(times, min(usual, called))
+    if usual >= 0.5 * ran > 1:  # as good as every call compiles
+        times = max(times, min(usual, ran))
     waits = [events.count for name, events in reading.profile.facts.waits.items() if name.startswith("re")]
-    return max(times, sum(waits))
+    return max(times, sum(waits), ran if _in_loop(reading, place) else 0)
+
+
+def _in_loop(reading: Reading, place: Place) -> bool:
+    """Whether what a line calls is made by asking for compiled code in each run of a loop."""
+    text = reading.syntax(place[0])
+    statement = text.at(place[1]) if text else None
+    if text is None or statement is None:
+        return False
+    return any(
+        text.loop(each) is not None and (each is statement or names_written(each) & names_read(statement))
+        for each in text.statements
+        if called(each) & _COMPILES and text.function(each) is text.function(statement)
+    )
 
 
 def _reason(reading: Reading) -> str:
