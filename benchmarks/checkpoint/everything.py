@@ -32,11 +32,14 @@ class Batch:
         self.wrong: dict[str, list[str]] = {}
         """What was wrong with a plan; the first is the one that was drawn."""
         self._seen: dict[str, bool] = {}
+        self._error: Exception | None = None
 
     def carry_out(self, seed: int) -> dict[str, Any]:
         with TemporaryDirectory(dir="/dev/shm") as folder:
             rig = Rig(Path(folder))
             least = smallest(seed, BATCH, partial(self._fails, rig))
+        if self._error is not None:  # of the rig itself, which hypothesis would take for a plan that fails
+            raise self._error
         counted = {"runs": self.runs, "starts": self.starts, "refused": self.refused}
         faults = {"struck": dict(sorted(self.struck.items())), "skipped": dict(self.skipped)}
         told: dict[str, Any] = {"seed": seed, **counted, **faults}
@@ -50,9 +53,13 @@ class Batch:
         text = plan.dumps()
         if text in self._seen:
             return self._seen[text]
-        if self.tried == MOST or (not self.wrong and self.left() <= 0):
+        if self._error is not None or self.tried == MOST or (not self.wrong and self.left() <= 0):
             return False
-        outcome = rig.judge(plan)
+        try:
+            outcome = rig.judge(plan)
+        except Exception as error:
+            self._error = error
+            return False
         self._seen[text] = bool(outcome.wrong)
         if self.wrong:
             self.tried += 1

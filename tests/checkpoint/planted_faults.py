@@ -2,14 +2,14 @@
 
 import os
 
-from shoestring.checkpoint.recovery.reader import Reader
+from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.tiers.file_acts import Files, Lock
 from shoestring.checkpoint.tiers.keeper import DISK, Keeper
 
 
 def trust_what_is_read() -> None:
     """Checksums are not looked at."""
-    Reader.verify = lambda self, reads: set()
+    Part.verify = lambda self, start=0, stop=None: None
 
 
 def acknowledge_early() -> None:

@@ -21,7 +21,7 @@ from shoestring.testing.checkpointing.trainee import FaultyRun, fresh, lines
 from shoestring.testing.fork_server import ForkedProcess
 
 RANKS, STEPS = 2, 9
-TIMEOUT, PATIENT = 15.0, 60.0  # seconds that an exchange may take: in a start that is struck, and in the last one
+TIMEOUT, PATIENT = 15.0, 180.0  # seconds that an exchange may take: in a start that is struck, and in the last one
 ENDS, BUSY = 6, 60.0  # how many timeouts a start may take to end, and the seconds that it may take besides
 GRACE = 0.03  # seconds until an agent ends the other ranks
 REFUSED = (*REFUSALS, "holds no checkpoint of the newest start")
