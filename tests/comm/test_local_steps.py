@@ -238,8 +238,8 @@ def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
 # -- what survives ----------------------------------------------------------------------------------------------------
 
 RESUMED = [
-    DiLoCo(every=3),
     DiLoCo(every=4, fragments=2, delay=2, codec="4bit"),
+    DiLoCo(every=3),
     SparseLoCo(every=2, final_every=4, start=5, k=8, fragments=2, delay=1, outer_momentum=0.5),
 ]
 
@@ -256,7 +256,11 @@ def test_a_run_of_muon_in_replicas_resumes_bit_for_bit(pool: Pool, tmp_path: Pat
             assert one["digests"] == other["digests"][-len(one["digests"]) :]
 
 
-@pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
+@pytest.mark.parametrize(
+    "feature",
+    [RESUMED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RESUMED[1:])],
+    ids=lambda feature: f"{feature.name}-{feature.fragments}",
+)
 def test_a_run_resumes_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path), "micro": 2, "ragged": True}
     through = train(pool, Plain(every=1, keep=9), feature, **arguments)

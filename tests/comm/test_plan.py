@@ -367,6 +367,7 @@ def test_one_rank_has_nothing_to_plan(tmp_path, capsys):
     assert "a single rank has nothing to exchange" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 class TestAuto(FeatureSuite):
     feature = Auto(trials=1)
     representative = False
