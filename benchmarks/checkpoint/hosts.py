@@ -50,8 +50,8 @@ def rows(cache: Path | None = None) -> list[Bar]:
     ]
     replays = Bar(
         "checkpoint.host-replayed",
-        f"{what.replace('FSDP', 'DDP with 4 bits')}differences on partners: share of the hosts after whose loss no step "
-        "is repeated and all losses are those of four local ranks, bit for bit",
+        f"{what.replace('FSDP', 'DDP with 4 bits')}differences on partners: share of the hosts after whose loss no "
+        "step is repeated and all losses are those of four local ranks, bit for bit",
         ">=",
         1.0,
         partial(lost, how="copy", replayed=True),

@@ -19,7 +19,7 @@ def strike(kind, point, count=1, amount=0.0, rank=0):
 PLANS = {
     "a stopped rank on a slow link, killed, its host lost and a part of another checkpoint damaged": FaultPlan(
         under="ddp", hosts=2, rounds=(Round(
-            strikes=(strike("stop", "create: new manifest", amount=0.1), strike("slow", "after stage", 2, 2e5), KILLED),
+            strikes=(strike("stop", "after forward", 3, 0.1), strike("slow", "after stage", 2, 2e5), KILLED),
             lost=(1,), damages=(("bit flip", 3),),
         ),),
     ),
