@@ -176,6 +176,8 @@ class Everything:
             harmless = not each.rival and not any(later.lost or later.damages for later in self.plan.rounds[number:])
             if refused or self.wrong or (ended and harmless):
                 break
+            if ended:
+                self.survivors.ended()
             self.survivors.lose(each.lost)
             self.struck += ["lost host"] * len(each.lost)
             self.struck += [f"damage: {name}" for name, seed in each.damages if self.survivors.damage(name, seed)]

@@ -55,6 +55,10 @@ class Survivors:
         self.base, self.harmed = step, False
         self.lost.clear()
 
+    def ended(self) -> None:
+        """The run came to its end: everything is on disk, and nothing in memory any more."""
+        self.acked |= dict.fromkeys((MEMORY, PEERS, DIFFERENCES), 0)
+
     def forget(self) -> None:
         """Nothing that was said until now needs to hold."""
         self.acked, self.base = dict.fromkeys(self.acked, 0), 0
