@@ -261,7 +261,7 @@ def two_views(steps: int) -> list[Tensor]:
 class Demand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.read, self.narrow = nn.Conv1d(6, 64, 7, padding=3), nn.Conv1d(64, 32, 5, padding=2)
+        self.read, self.narrow = nn.Conv1d(6, 128, 7, padding=3), nn.Conv1d(128, 32, 5, padding=2)
         self.remember, self.head = nn.GRU(32, 24, batch_first=True), nn.Linear(24, 24)
 
     def forward(self, series: Tensor) -> Tensor:
