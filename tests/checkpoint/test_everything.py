@@ -41,7 +41,6 @@ PLANS = {
         ),
     ),
 }  # fmt: skip
-QUICK = next(iter(PLANS))
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +48,12 @@ def rig(tmp_path_factory):
     return Rig(tmp_path_factory.mktemp("rig"))
 
 
-@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLANS if n != QUICK)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_a_run_survives(rig, name):
     outcome = rig.judge(PLANS[name])
     assert outcome.wrong == () and not outcome.refused
-    assert len(outcome.struck) == len(PLANS[name].faults) or name != QUICK  # a rival may be the first of two starts
+    assert len(outcome.struck) == len(PLANS[name].faults) or "starts" in name or "takes over" in name
 
 
 @pytest.mark.slow

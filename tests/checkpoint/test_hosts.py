@@ -30,7 +30,7 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
 
 @pytest.mark.parametrize(("under", "hosts", "how"), [
     pytest.param("fsdp", 3, "copy", marks=slow),
-    ("ddp", 2, "copy"),  # the one lost host of the quick tests
+    pytest.param("ddp", 2, "copy", marks=slow),
     pytest.param("fsdp", 4, "parity", marks=slow),
 ])  # fmt: skip
 def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):

@@ -252,11 +252,15 @@ def say(task: FaultyRun, rank: int, what: str, text: str) -> None:
 
 
 def digest(job: Job) -> str:
-    """Of all weights, the optimizer's state and the random numbers to come, on this rank."""
+    """Of all weights, the optimizer's state and the random numbers to come, on this rank.
+
+    An optimizer that is asked for its state before its first step has zeros where it had nothing: they do not count.
+    """
     found = hashlib.sha256()
     for tensor in [*job.module.parameters(), *(v for s in job.built_optimizer.state.values() for v in s.values())]:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().contiguous().numpy().tobytes())
+        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+        if local.any():
+            found.update(local.contiguous().numpy().tobytes())
     found.update(torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()
 
