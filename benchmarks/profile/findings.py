@@ -2,7 +2,8 @@
 
 Programs of `planted_by_author` were written by the author of the analyses, those of `planted` and of `blind2` by
 somebody who had not seen them. The author saw what was found in `planted` and mended the analyses by it; `blind2` was
-written after that. `blind3` was written still later, by somebody else who had not seen them, and has bars of its own.
+written after that. `blind3` and `blind4` were written later, each by somebody else who had not seen them, and have bars
+of their own; when `blind4` was, the analyses had been mended by what was missed in `blind3`.
 Every program and every twin is profiled once; the gain is measured without a profile, program and twin in alternation.
 What was found and measured is stored program by program, each in a file of its own, and is measured again only where
 that is missing.
@@ -15,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ BLIND_RECALL = "first, before the analyses were mended: 22 of 29 (one of the oth
 BLIND_ALARMS = "first, before the analyses were mended: 8 of 55 (three of them by faulty programs)"
 BLIND_COVERAGE = "first, before the analyses were mended: 4 of 19, on a busy machine"
 UNSEEN, SEEN = ("blind2",), ("blind", "author")
-THIRD = ("blind3",)
+OWN_BARS = {"third": "blind3", "fourth": "blind4"}
+"""Sets of programs with bars of their own, by the number in the bars' names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Judged:
 
     name: str
     kind: str
-    """Of programs: `THIRD`, `UNSEEN`, or `SEEN` by the author of the analyses."""
+    """The set of programs that it is in."""
     analysis: str
     """Of the fault; empty for a clean program."""
     lines: list[tuple[str, int]]
@@ -157,12 +160,13 @@ class Trial:
 
 def _programs(kind: str) -> list[Any]:
     """The programs of a kind that count: all of PyTorch, and those of JAX that are not seen."""
-    from benchmarks.profile import blind2, blind3, planted, planted_by_author
+    from benchmarks.profile import blind2, planted, planted_by_author
 
     if kind == "blind2":
         return [*blind2.PLANTED, *blind2.CLEAN]
-    if kind == "blind3":
-        return [*blind3.PLANTED, *blind3.CLEAN]
+    if kind in OWN_BARS.values():
+        own = import_module(f"benchmarks.profile.{kind}")
+        return [*own.PLANTED, *own.CLEAN]
     seen = {"blind": [*planted.PLANTED, *planted.CLEAN], "author": planted_by_author.PLANTED}
     return [program for program in seen[kind] if _judges(program)]
 
@@ -252,9 +256,6 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
     ) -> Callable[..., Measured]:
         return lambda deadline: in_sets(what, trial.judged(gains), first)
 
-    def third(what: Callable[[Sequence[Judged]], Measured], gains: bool = False) -> Callable[..., Measured]:
-        return lambda deadline: what(trial.judged(gains, THIRD))
-
     return [
         Bar(
             "profile.findings-recall",
@@ -280,20 +281,32 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
                 measure(width, "as found first"),
             ),
         ),
+        *(bar for number, kind in OWN_BARS.items() for bar in rows_of_set(trial, number, kind)),
+    ]
+
+
+def rows_of_set(trial: Trial, number: str, kind: str) -> list[Bar]:
+    """The same bars of one set of programs."""
+
+    def of(what: Callable[[Sequence[Judged]], Measured], *, gains: bool = False) -> Callable[..., Measured]:
+        return lambda deadline: what(trial.judged(gains, (kind,)))
+
+    name = f"profile.{number}-set"
+    return [
         Bar(
-            *("profile.third-set-recall", "Faults of the third set of programs found, the fault's line first"),
-            *(">=", 0.95, third(recall)),
+            *(f"{name}-recall", f"Faults of the {number} set of programs found, the fault's line first"),
+            *(">=", 0.95, of(recall)),
         ),
         Bar(
-            *("profile.third-set-false-alarms", "Clean programs and twins of the third set in which anything is found"),
-            *("<=", 0.05, third(false_alarms)),
+            *(f"{name}-false-alarms", f"Clean programs and twins of the {number} set in which anything is found"),
+            *("<=", 0.05, of(false_alarms)),
         ),
         Bar(
-            *("profile.third-set-coverage", "Predicted intervals that have the measured gain in them, third set"),
-            *(">=", 0.80, third(coverage, gains=True)),
+            *(f"{name}-coverage", f"Predicted intervals that have the measured gain in them, {number} set"),
+            *(">=", 0.80, of(coverage, gains=True)),
         ),
         Bar(
-            *("profile.third-set-width", "Upper over lower bound of a predicted gain, median, third set"),
-            *("<=", 1.3, third(width)),
+            *(f"{name}-width", f"Upper over lower bound of a predicted gain, median, {number} set"),
+            *("<=", 1.3, of(width)),
         ),
     ]
