@@ -15,10 +15,12 @@ from torch.optim import SGD
 
 from shoestring import checkpoint
 from shoestring.checkpoint.attached import addresses
+from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import jobs
+from tests.waiting import until
 
 SCRIPT = Path(__file__).parent / "foreign.py"
 
@@ -132,3 +134,22 @@ def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
     assert start(1, last=True) == (2, 150)
     clock[0] += 500
     assert start(0) == (2, 150)
+
+
+def test_a_loop_that_ends_right_after_a_checkpoint_saves_it_once(tmp_path):
+    """Nobody knew that this step would be the last one; the checkpoint on disk says so afterwards."""
+    folder = tmp_path / "checkpoints"
+    every = {"memory_every": 1, "disk_every": 3, "folder": str(folder), "memory": str(tmp_path / "memory")}
+
+    def job():
+        return compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), [checkpoint.Tiered(**every)])
+
+    with job() as first:
+        for number in range(3):
+            first.step(jobs.batch(number, 0, 1))
+        until(lambda: [*folder.glob("step-00000003-*/manifest.json")])
+    ((_, record),) = manifests(folder)
+    assert record.checkpoint.step == 3 and record.notes["last"]
+    assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+    with closing(job()) as again:
+        assert again.restore("auto") == 3

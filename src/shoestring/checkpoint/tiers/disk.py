@@ -91,6 +91,18 @@ class Disk:
         with suppress(OSError):
             self.clean()
 
+    def note(self, record: Record) -> None:
+        """Add notes to a checkpoint that has been committed.
+
+        Raises:
+            OSError: as `write`.
+            CheckpointError: its manifest is missing or damaged.
+        """
+        path = self.folder / record.checkpoint.name / MANIFEST
+        there = Record.read(path)
+        self.guard()
+        self.files.replace(path, Record(there.checkpoint, there.parts, {**there.notes, **record.notes}).dumps())
+
     def _may_point(self) -> bool:
         """Whether `latest` is this package's to write: other programs have a file of that name, too."""
         path = self.folder / LATEST

@@ -26,6 +26,7 @@ from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, CheckpointSchedule
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, oldest
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
+from shoestring.core.errors import CheckpointError
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -191,6 +192,8 @@ class Keeper:
         if self.claim.unrecorded:
             self.standing.lacks(DISK, self.claim.unrecorded)
             return
+        if self.standing.safe[DISK] == checkpoint.step and self._noted(record):
+            return
         kinds = (PRIVATE, SHARE) if self.claim.shared else (PRIVATE, SHARE, REST)
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
@@ -205,6 +208,16 @@ class Keeper:
             self.standing.safe[DISK] = checkpoint.step
         self.standing.lacks(DISK, reason)
         self.schedule.took(DISK, time.perf_counter() - began)
+
+    def _noted(self, record: Record) -> bool:
+        """Whether the disk has this step already, and now its notes as well: a loop ended right after a checkpoint."""
+        reason = ""
+        if self.claim.commits:
+            try:
+                self.disk.note(record)
+            except (OSError, CheckpointError) as error:
+                reason = str(error)
+        return not self._any(reason)
 
     def _commit(self, record: Record, parts_of_ranks: list[Mapping[str, Any]]) -> str:
         """Why it could not be committed, on all ranks."""
