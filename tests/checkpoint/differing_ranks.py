@@ -42,6 +42,19 @@ class WithStatistics(nn.Module):
         return self.norm(logits.flatten(0, 1)).view_as(logits)
 
 
+class Growing:
+    """A state of each rank's own that is larger from a step on."""
+
+    def __init__(self, job: Job, at: int, nbytes: int) -> None:
+        self.job, self.at, self.nbytes = job, at, nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bytes": torch.zeros(self.nbytes if self.job.progress.step >= self.at else 1, dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing: it follows from the step."""
+
+
 def samples() -> TensorDataset:
     """Inputs and targets, one sequence each; ranks count differently many of their targets."""
     batches = [jobs.batch(number, 0, 1, ragged=True) for number in range(8)]
@@ -78,6 +91,7 @@ def train(
     total: int = 100,
     fault: str = "",
     told: int = 1_000,
+    grows: int = 1_000,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train up to a step, as if the process was killed then; what there was at the start and at the end.
@@ -86,11 +100,13 @@ def train(
         resume: True for "auto"; or from where.
         fault: what is wrong with the replay.
         told: from this step on, the state after each is told as well.
+        grows: from this step on, a rank's own state has 40,000 bytes more.
     """
     with FAULTS[fault](), closing(job_of(folder, features, total=total, **settings)) as job:
         torch.manual_seed(1000 + job.world.rank)
         loader = Loader(samples(), batch=4, rank=job.world.rank, size=job.world.size, accumulate=2, seed=1)
         job.keep("loader", loader)
+        job.keep("growing", Growing(job, grows, 40_000))
         assert job.restore is not None
         began = job.restore(resume if isinstance(resume, str) else "auto") if resume else None
         first, losses, each = everything(job), [], {}

@@ -235,6 +235,15 @@ def test_a_lost_host_costs_no_step(pool, tmp_path, states, host):
 
 
 @pytest.mark.slow
+def test_a_state_that_outgrows_its_messages_is_kept_on_its_own_host_only(pool, tmp_path, states):
+    grown = TWO_HOSTS | {"grows": 14}
+    struck = Struck(pool, tmp_path / "run", **grown)
+    assert struck.resumed(**grown) == (15, states[15])
+    lose(struck.folder, 1)
+    assert struck.resumed(**grown) == (13, states[13])
+
+
+@pytest.mark.slow
 def test_what_arrived_damaged_on_another_host_ends_the_replay(pool, tmp_path, states):
     struck = Struck(pool, tmp_path / "run", **TWO_HOSTS)
     lose(struck.folder, 1)

@@ -75,7 +75,7 @@ class Differences:
         """Of all records of this start, and what they took of the training thread."""
         self._total = job.progress.total
         self._basis: Basis | None = None
-        self._lacking = ""
+        self._lacking: dict[str, str] = {}
         averages.keep_averages()
 
     # -- recording ----------------------------------------------------------------------------------------------------
@@ -98,9 +98,11 @@ class Differences:
             found = self._found(checkpoint, basis, loss)
             if found is not None:
                 marked.nbytes = self.ring.write(*found)
+        self._says("a failure", self.ring.refused or self.ring.slot.lacking)
         if self.partner is not None:
-            self.partner.send(checkpoint.step, found if marked.nbytes else None)
-        self._says(self.ring.refused or self.ring.slot.lacking)
+            with span("difference to partner", "wire") as sent:
+                sent.nbytes = self.partner.send(checkpoint.step, found if marked.nbytes else None)
+            self._says("the loss of a host", self.partner.lacking)
         if self.batches is not None and marked.nbytes:
             assert self.claim.history is not None
             self.batches.write(checkpoint, self.claim.history)
@@ -119,7 +121,8 @@ class Differences:
     def settle(self) -> None:
         """Wait until another host has what was sent to it; a collective."""
         if self.partner is not None:
-            self.partner.settle()
+            with span("difference to partner", "wait"):
+                self.partner.settle()
 
     def _ring(self, slot: Slot, steps: int) -> Ring:
         """A ring; the rings of a rank have one lease on its host's memory."""
@@ -136,10 +139,10 @@ class Differences:
         """Whether the step may be continued: an accelerator does steps with a loss that is not finite."""
         return loss is None or math.isfinite(float(loss))
 
-    def _says(self, lacking: str) -> None:
-        if lacking and lacking != self._lacking:
-            log.warning("no steps to replay after a failure: %s; checkpoints are made as before", lacking)
-        self._lacking = lacking
+    def _says(self, failure: str, lacking: str) -> None:
+        if lacking and lacking != self._lacking.get(failure):
+            log.warning("no steps to replay after %s: %s; checkpoints are made as before", failure, lacking)
+        self._lacking[failure] = lacking
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 

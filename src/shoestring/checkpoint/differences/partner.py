@@ -36,13 +36,20 @@ class Partner:
         hosts, host, on_host = group.size // local, group.rank // local, group.rank % local
         self.keeper = partner(host, hosts) * local + on_host
         self.kept = next(h for h in range(hosts) if partner(h, hosts) == host) * local + on_host
-        self.nbytes = 0
-        """Sent so far."""
+        self._grown = ""
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._wait: Callable[[], None] | None = None
 
-    def send(self, step: int, found: Found | None) -> None:
+    @property
+    def lacking(self) -> str:
+        """Why the newest difference of one of the two is not kept."""
+        return self._grown or self.ring.refused or self.ring.slot.lacking
+
+    def send(self, step: int, found: Found | None) -> int:
         """Send what is this rank's own in a step's difference, and begin to receive the other's; None sends nothing.
+
+        Returns:
+            The bytes of the message.
 
         All ranks send messages of the length that they agree on at the first; one that does not fit is left out. It
         arrives in the ring itself: whole there, it outlives this process, which may learn of a lost host by its end.
@@ -54,17 +61,20 @@ class Partner:
         if not len(self._sent):
             needed = max(self.group.all_gather(0 if plan is None else plan.nbytes))
             if not needed:
-                return
+                return 0
             self._sent = torch.zeros(needed + needed // 4 + _SPARE, dtype=torch.uint8)
         length = len(self._sent)
         self._sent[:1] = 0  # no mark
+        self._grown = ""
         if plan is not None and plan.nbytes <= length:
             plan.put(self._sent)
+        elif plan is not None:
+            self._grown = f"a rank's own state has grown to {plan.nbytes} bytes, more than its messages of {length}"
         cell = self.ring.cell(step, length)
         if cell is None:
             cell = torch.empty(length, dtype=torch.uint8)
         self._wait = self.group.start_exchange((self.keeper, self._sent), (self.kept, cell[:length]))
-        self.nbytes += length
+        return length
 
     def settle(self) -> None:
         """Wait for what is on its way."""

@@ -254,15 +254,20 @@ def say(task: FaultyRun, rank: int, what: str, text: str) -> None:
 def digest(job: Job) -> str:
     """Of all weights, the optimizer's state and the random numbers to come, on this rank.
 
-    An optimizer that is asked for its state before its first step has zeros where it had nothing: they do not count.
+    An optimizer that is asked for its state before its first step has zeros where it had nothing: all of them, or none.
     """
     found = hashlib.sha256()
-    for tensor in [*job.module.parameters(), *(v for s in job.built_optimizer.state.values() for v in s.values())]:
-        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
-        if local.any():
-            found.update(local.contiguous().numpy().tobytes())
+    states = [local(value) for state in job.built_optimizer.state.values() for value in state.values()]
+    stepped = any(each.any() for each in states)
+    for tensor in (*map(local, job.module.parameters()), *(states if stepped else [])):
+        found.update(tensor.contiguous().numpy().tobytes())
     found.update(torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 # -- starting and killing ---------------------------------------------------------------------------------------------
