@@ -19,6 +19,10 @@ class Program:
         self.sources, self.facts = {}, Facts()
         self.module = self.builder.node(0, NodeKind.PYTHON, f"{FILE}\t<module>", 90)
 
+    def write(self, number, text):
+        """The text of the program, from this line on."""
+        self.sources[FILE] = "\n" * (number - 1) + text
+
     def line(self, number, function="train", above=None, python=0.0):
         node = self.builder.node(
             self.module if above is None else above, NodeKind.PYTHON, f"{FILE}\t{function}", number

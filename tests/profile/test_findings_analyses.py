@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shoestring.profile.analyses import costs, find
 from shoestring.profile.recording import Events, Facts
 from shoestring.profile.tree import NodeKind
-from tests.profile.built_programs import BIG, FILE, MILLISECOND, Program, only
+from tests.profile.built_programs import BIG, FILE, MILLISECOND, TORCH, Program, only
 
 
 def test_a_model_of_products_has_no_findings():
@@ -40,8 +40,16 @@ def test_a_line_that_waits_for_a_compiled_function_of_jax_is_no_hotspot(versions
     assert [finding.line for finding in program.found("hotspot")] == [20] * found
 
 
+GELU = """
+def gelu(x):
+    inner = 0.79788456 * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inner))
+"""
+
+
 def gelu(program):
-    for number, names in ((20, ("mul", "mul", "add", "mul")), (21, ("tanh", "add", "mul", "mul"))):
+    program.write(18, GELU)
+    for number, names in ((20, ("pow", "mul", "add", "mul")), (21, ("tanh", "add", "mul", "mul"))):
         for name in names:
             program.call(program.line(number, "gelu"), name, 11 if name == "tanh" else 2, 2, inputs=BIG, variants=1)
 
@@ -60,15 +68,28 @@ def test_a_written_out_gelu_is_fusible_and_the_gain_is_less_than_it_takes():
 def test_a_finding_is_on_the_line_of_a_package_whose_lines_count_as_the_programs_own():
     program = Program().model()
     called = program.library(program.line(20), "activations.py", "gelu")
-    for name in ("mul", "mul", "add", "mul", "tanh", "add", "mul", "mul"):
-        program.call(called, name, 11 if name == "tanh" else 2, 2, inputs=BIG, variants=1)
+    text = "def mish(x):\n    return x * torch.tanh(torch.log(1 + torch.exp(x)))\n"
+    program.write(19, text)
+    program.sources[f"{TORCH}/activations.py"] = "\n" * 5 + text
+    for name in ("exp", "add", "log", "tanh", "mul"):
+        program.call(called, name, 12, 6, inputs=BIG, variants=1)
     for inside, file in (([], FILE), (["torch"], "activations.py")):
         program.facts = Facts(inside=inside)
         assert [finding.file.endswith(file) for finding in program.found("fusible")] == [True]
 
 
+LOSS = """
+def loss(x, wanted):
+    likely = 1 / (1 + torch.exp(-x))
+    likely = likely.clamp(1e-6, 1 - 1e-6)
+    each = -(wanted * torch.log(likely) + (1 - wanted) * torch.log(1 - likely))
+    return each.mean()
+"""
+
+
 def test_a_formula_that_guards_its_logarithms_is_fusible_and_a_norm_that_is_limited_is_none_of_them():
     program = Program().model()
+    program.write(18, LOSS)
     lines = (
         ("neg", "exp", "add", "reciprocal"),
         ("clamp",),
@@ -80,6 +101,7 @@ def test_a_formula_that_guards_its_logarithms_is_fusible_and_a_norm_that_is_limi
     (finding,) = program.found("fusible")
     assert "binary_cross_entropy_with_logits" in finding.advice
     limited = Program().model()
+    limited.write(19, "def train(x):\n    return x * (1 / (x.norm() + 1e-6)).clamp(max=1)\n")
     for name in ("linalg_vector_norm", "add", "reciprocal", "mul", "clamp"):
         limited.call(limited.line(20), name, 8, 2, inputs=BIG, variants=1)
     assert limited.found("fusible") == []

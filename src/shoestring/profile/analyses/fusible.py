@@ -1,13 +1,20 @@
-"""Fusible chains: small operators that follow each other, each of which reads and writes all elements again."""
+"""Fusible chains: small operators, each of which reads and writes all elements again, where one operator would do.
+
+Which operator that is, `formulas` knows from the text of the function. Long chains for which it knows none are found,
+too: torch.compile makes one operator of them.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoestring.profile.analyses import costs
+from shoestring.profile.analyses.formulas import Formula, spelt_out
 from shoestring.profile.analyses.gains import PredictedGain
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds, named
+from shoestring.profile.analyses.statements import Function
 from shoestring.profile.findings import Finding
 
 ELEMENTWISE = named(
@@ -24,8 +31,6 @@ VIEWS = named(
     " to flatten unflatten narrow view_as type_as tensor_split lift_fresh empty_like ones_like zeros_like arange ones"
     " zeros scalar_tensor resolve_conj resolve_neg"
 )
-SHORTEST = 3
-"""Elementwise operators and reductions of a chain, at least."""
 UNKNOWN = 12
 """Elementwise operators of a chain that no operator of torch is known for, at least."""
 UNKNOWN_MATTERS = 0.4
@@ -42,57 +47,9 @@ class Fused:
     """As `costs` knows it."""
     instead: str
     """How it is called."""
-    every: tuple[str, ...]
-    """The chain has, of each of these, one of the names (`|` between them)."""
-    none: str = ""
-    """And none of these."""
-    least: int = SHORTEST
-    also: str = ""
-    """What it may have besides: the operator does that, too, or is given it."""
 
 
-_STABLE = "max|amax|bitwise_not|logical_not|masked_fill|where"
-"""How a softmax is kept from overflowing, and from what is masked."""
-FUSED = (
-    Fused("aten::scaled_dot_product_attention", "F.scaled_dot_product_attention", ("matmul|bmm|einsum", "softmax")),
-    Fused("aten::gelu_tanh", "F.gelu(x, approximate='tanh')", ("tanh", "mul"), none="exp|log|log1p|softplus|sum|mean"),
-    Fused("aten::mish", "F.mish", ("tanh", "softplus|log1p|log", "mul"), none="sum|mean", least=2),
-    Fused("aten::gelu", "F.gelu", ("erf", "mul"), none="sum|mean"),
-    Fused(
-        "aten::layer_norm",
-        "F.layer_norm (or F.group_norm)",
-        ("mean|sum", "sub", "sqrt|rsqrt|std", "div|mul"),
-        none="log|exp",
-    ),
-    Fused("aten::layer_norm", "F.layer_norm", ("var|std", "sub", "div|mul")),
-    Fused("aten::rms_norm", "F.rms_norm", ("pow|square|mul", "mean|sum", "rsqrt|sqrt|pow"), none="sub|exp|log"),
-    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("exp", "sum", "log"), none="sigmoid", also=_STABLE),
-    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("softmax", "log"), least=2),
-    Fused("aten::log_softmax", "F.cross_entropy or F.log_softmax", ("logsumexp", "sub"), least=2),
-    Fused("aten::log_softmax", "F.cross_entropy", ("log_softmax", "mul", "sum"), none="exp"),
-    Fused("aten::softmax", "torch.softmax", ("exp", "sum", "div"), also=_STABLE),
-    Fused(
-        "aten::binary_cross_entropy_with_logits", "F.binary_cross_entropy_with_logits", ("log_sigmoid", "rsub", "mul")
-    ),
-    Fused(
-        "aten::binary_cross_entropy_with_logits",
-        "F.binary_cross_entropy_with_logits",
-        ("log|log1p|softplus", "sigmoid|rsub|exp", "mul|neg"),
-        none="sum_of",
-    ),
-    Fused("aten::silu", "F.silu", ("sigmoid", "mul"), none="tanh|log|sum|mean", least=2),
-    Fused("aten::silu", "F.silu", ("exp", "neg", "add", "div|reciprocal"), none="log|sum|mean"),
-    Fused("aten::softplus", "F.softplus", ("exp", "log|log1p"), none="sum|mean", least=2),
-    Fused("aten::huber_loss", "F.huber_loss or F.smooth_l1_loss", ("abs", "where|clamp|minimum", "mul|pow|square")),
-    Fused("aten::hardswish", "F.hardswish", ("clamp|relu|hardtanh|minimum", "mul", "div|mul", "add")),
-    Fused("aten::leaky_relu", "F.leaky_relu", ("where|maximum", "mul"), none="sum|mean|exp|log", least=2),
-)
-
-
-_COMMON = frozenset({"mul", "add", "sub", "div", "neg", "rsub", "mean", "sum", "pow", "square", "reciprocal"})
-"""Operators that are a part of many formulas."""
-_GUARDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "nan_to_num"})
-"""Operators that keep a formula away from where it overflows; an operator of torch does so by itself."""
+ATTENTION = Fused("aten::scaled_dot_product_attention", "F.scaled_dot_product_attention")
 
 
 @dataclass
@@ -154,8 +111,7 @@ def chains(reading: Reading) -> list[Chain]:
 
 
 def _without_products(chain: Chain) -> list[Chain]:
-    names = {call.name.removeprefix("aten::") for call in chain.worked}
-    if names & {"softmax"} and sum(call.count for call in chain.worked if call.name in PRODUCTS) >= 2 * chain.runs:
+    if _attends(chain):
         return [chain]
     parts: list[list[OperatorCall]] = [[]]
     for call in chain.calls:
@@ -166,37 +122,54 @@ def _without_products(chain: Chain) -> list[Chain]:
     return [Chain(part) for part in parts]
 
 
-def fused_operator(chain: Chain) -> Fused | None:
-    """The operator that a chain spells out, if it is known."""
-    names = {_plain(call.name).removeprefix("aten::") for call in chain.worked}
-    for fused in FUSED:
-        has_all = all(names & set(options.split("|")) for options in fused.every)
-        others = (
-            names - _COMMON - _GUARDS - {option for each in (*fused.every, fused.also) for option in each.split("|")}
-        )
-        reduces = any(f"aten::{name}" in REDUCTIONS for name in others)  # to something else than the formula does
-        if (
-            has_all
-            and len(others) <= 1
-            and not reduces
-            and not names & set(fused.none.split("|"))
-            and chain.each >= fused.least
-        ):
-            return fused
-    return None
+def _attends(chain: Chain) -> bool:
+    """Whether it is attention: a softmax between products, and what is done to the scores."""
+    if not any(call.name == "aten::softmax" for call in chain.calls):
+        return False
+    return sum(call.count for call in chain.calls if call.name in PRODUCTS) >= 2 * chain.runs
+
+
+def spelt_out_in(reading: Reading) -> Iterator[tuple[Chain, Fused]]:
+    """Calls of the formulas that functions of the program spell out, and what computes them at once."""
+    by_frame: dict[tuple[int, int], list[OperatorCall]] = {}
+    for call in reading.calls:
+        if call.place[0] and _plain(call.name) not in VIEWS:
+            by_frame.setdefault(call.frame, []).append(call)
+    known: dict[Function | ast.Lambda, list[Formula]] = {}
+    for calls in by_frame.values():
+        text = reading.syntax(calls[0].place[0])
+        if text is None:
+            continue
+        for scope in text.scopes(call.place[1] for call in calls):
+            if scope not in known:
+                known[scope] = spelt_out(text, scope)
+            for formula in known[scope]:
+                parts = [call for call in calls if formula.has(_plain(call.name).removeprefix("aten::"), call.place[1])]
+                if len(parts) > 1:
+                    yield Chain(parts), Fused(formula.operator, formula.instead)
+
+
+def long_chains(reading: Reading) -> Iterator[tuple[Chain, Fused | None]]:
+    """Attention that is spelt out, and chains so long that compiling them pays."""
+    for chain in chains(reading):
+        updates = any(call.name.endswith("_") and not call.name.endswith("__") for call in chain.worked)
+        if _attends(chain):
+            yield chain, ATTENTION
+        elif updates and not any(call.backward for call in chain.worked):
+            continue  # of what stays, which are the optimizer's
+        elif sum(call.count for call in chain.elementwise) >= UNKNOWN * chain.runs:
+            yield chain, None
 
 
 def fusible_chains(reading: Reading) -> Iterator[Finding]:
     """Chains that one operator of torch, or one generated kernel, computes in less time."""
     same: dict[frozenset[Place], list[tuple[Chain, Fused | None, float]]] = {}
-    for chain in chains(reading):
-        fused = fused_operator(chain)
-        if fused is None and sum(call.count for call in chain.elementwise) < UNKNOWN * chain.runs:
+    taken = set[Place]()
+    for chain, fused in (*spelt_out_in(reading), *long_chains(reading)):
+        if fused is not None:
+            taken |= chain.places
+        elif taken & chain.places:
             continue
-        if any(call.name.endswith("_") and not call.name.endswith("__") for call in chain.worked) and not any(
-            call.backward for call in chain.worked
-        ):
-            continue  # updates of what stays, which are the optimizer's
         same.setdefault(chain.places, []).append((chain, fused, saved(reading, chain, fused)))
     for places, found in same.items():
         gain = sum(saving for _, _, saving in found)

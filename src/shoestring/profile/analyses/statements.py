@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,6 +49,18 @@ class Text:
     def function(self, node: ast.AST) -> Function | ast.Module:
         """The innermost function, or the module, that contains it."""
         return next((each for each in self.around(node) if isinstance(each, Function)), self.module)
+
+    def scopes(self, lines: Iterable[int]) -> list[Function | ast.Lambda]:
+        """The innermost functions that lines are of, and the lambdas on them."""
+        wanted, found = set(lines), dict[Function | ast.Lambda, None]()
+        for node in ast.walk(self.module):
+            if isinstance(node, ast.Lambda) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
+                found[node] = None
+            elif isinstance(node, Simple) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
+                scope = self.function(node)
+                if isinstance(scope, Function):
+                    found[scope] = None
+        return list(found)
 
     def loop(self, node: ast.AST) -> Loop | None:
         """The innermost loop of the same function that contains it."""
