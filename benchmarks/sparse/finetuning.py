@@ -25,16 +25,15 @@ PRETRAINING = 20_000_000 // TOKENS_A_STEP
 SEEDS = (1, 2, 3)
 RATES = (4e-4, 1e-3, 2.5e-3)
 FIXED = {"refresh": 10**9, "decay": 0.0}  # the mask that pruning at once takes, and nothing that moves it
-WAYS: Mapping[str, Mapping[str, Any] | None] = {
-    "continued": None,
-    "ast": {},
-    "ast-wanda": {"metric": "wanda"},
-    "ast-without-slorb": {"slorb": 0},
-    "ast-paper": {"decay": 6e-5, "scale": "none"},
-    "fixed": FIXED,
-    "fixed-plain": FIXED | {"distillation": 0.0, "slorb": 0},
+WAYS: Mapping[str, Mapping[str, Any] | None] = {"continued": None, "ast": {}, "fixed": FIXED}
+"""The settings of [sparse.ast]; None trains the dense model on. Learning rates are tuned for each."""
+WITHOUT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ast-wanda": ("ast", {"metric": "wanda"}),
+    "ast-without-slorb": ("ast", {"slorb": 0}),
+    "ast-paper": ("ast", {"decay": 6e-5, "scale": "none"}),
+    "fixed-plain": ("fixed", FIXED | {"distillation": 0.0, "slorb": 0}),
 }
-"""The settings of [sparse.ast]; None trains the dense model on."""
+"""Settings that differ in one thing from a way, with whose learning rate and first seed they run once."""
 
 
 @dataclass
@@ -72,16 +71,20 @@ class FineTuning:
     def run(self, way: str, rate: float, seed: int) -> float:
         """Held-out nats a byte after a tenth of the steps."""
         steps = self.steps // 10
+        settings = WITHOUT[way][1] if way in WITHOUT else WAYS[way]
 
         def make() -> dict[str, float]:
-            return {"nats": tuned(self.dense, WAYS[way], rate, seed, steps)}
+            return {"nats": tuned(self.dense, settings, rate, seed, steps)}
 
         return stored(self.folder / f"{way}-{rate:g}-{seed}-{steps}.json", self.check, make)["nats"]
 
+    def rate(self, way: str) -> float:
+        """The learning rate that is best on a seed of its own."""
+        return min(self.rates, key=lambda rate: self.run(way, rate, TUNING_SEED))
+
     def nats(self, way: str) -> list[float]:
-        """At the learning rate that is best on a seed of its own, one for each seed."""
-        best = min(self.rates, key=lambda rate: self.run(way, rate, TUNING_SEED))
-        return [self.run(way, best, seed) for seed in SEEDS]
+        """One for each seed."""
+        return [self.run(way, self.rate(way), seed) for seed in SEEDS]
 
     def recovered(self, way: str) -> list[float]:
         """The share of what pruning at once costs, against the dense model continued, that fine-tuning wins back."""
@@ -89,6 +92,13 @@ class FineTuning:
         return [
             (once - mine) / (once - dense) for mine, dense in zip(self.nats(way), self.nats("continued"), strict=True)
         ]
+
+    @property
+    def differing(self) -> dict[str, float]:
+        """Nats a byte that each setting of `WITHOUT` costs beyond the way that it differs from, on the first seed."""
+        return {
+            name: self.run(name, self.rate(way), SEEDS[0]) - self.nats(way)[0] for name, (way, _) in WITHOUT.items()
+        }
 
     @property
     def table(self) -> str:
@@ -168,10 +178,12 @@ def rows(ask: Callable[[], FineTuning]) -> list[Bar]:
 def recovery(tuning: FineTuning) -> Measured:
     shares = tuning.recovered("ast")
     each = ", ".join(f"{share:.2f}" for share in shares)
-    others = ", ".join(
-        f"{way} {statistics.fmean(tuning.recovered(way)):.2f}" for way in WAYS if way not in ("continued", "ast")
+    differing = ", ".join(f"{name} {nats:+.4f}" for name, nats in tuning.differing.items())
+    return Measured(
+        statistics.fmean(shares),
+        f"seeds {each}; fixed mask {statistics.fmean(tuning.recovered('fixed')):.2f}; {tuning.table};"
+        f" on one seed, against the same with one thing changed: {differing}",
     )
-    return Measured(statistics.fmean(shares), f"seeds {each}; others {others}; {tuning.table}")
 
 
 def against_fixed(tuning: FineTuning) -> Measured:
