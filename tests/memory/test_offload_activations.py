@@ -210,6 +210,24 @@ def test_bad_settings_are_refused(settings, said):
         attached(nn.Sequential(nn.Linear(2, 2)), ALL)
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_code_compiled_before_the_feature_was_attached_is_said_to_offload_nothing(caplog, reset):
+    model = small()
+    model.compile(backend="eager")
+    with compose(Job(model, world=World()), [AdamW()]) as job:
+        job.step(batch(0))
+    if reset:
+        torch.compiler.reset()
+    with compose(Job(model, world=World()), [AdamW(), ALL]) as job:
+        for number in range(2):
+            job.step(batch(number))
+        assert bool(job.trace.facts["activations_offloaded"]) is reset
+    assert [record.args for record in caplog.records if "nothing is offloaded" in record.msg] == [
+        ("memory.offloadactivations",)
+    ] * (not reset)
+    torch.compiler.reset()
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 

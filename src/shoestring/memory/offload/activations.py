@@ -8,6 +8,7 @@ blocks.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from contextlib import ExitStack
 from itertools import chain
@@ -26,6 +27,9 @@ from shoestring.models.blocks import repeated
 
 if TYPE_CHECKING:
     from shoestring.memory.settings.offload_activations import OffloadActivations
+
+
+log = logging.getLogger("shoestring")
 
 
 class ActivationBytes:
@@ -191,6 +195,7 @@ class OffloadedBlocks:
         self.buffers = HostBuffers(job, self.copies)
         self.buffers_of_model = frozenset(_key(each)[0] for each in job.module.buffers() if _is_plain(each))
         self.passes = 0
+        self._name, self._warned = settings.name, False
         self._job = job
         self._running: list[tuple[BlockPass, ExitStack] | None] = []  # None for one that is not trained
         self._newest: BlockPass | None = None  # the last one, which the device still holds
@@ -246,6 +251,13 @@ class OffloadedBlocks:
             self._newest = None
 
     def _publish(self) -> None:
+        if not self.passes and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: nothing is offloaded, because compiled code that is older than this feature runs without its hooks;"
+                " call torch.compiler.reset() before the first step",
+                self._name,
+            )
         self._job.trace.facts |= {
             "activations_offloaded": self.bytes.most_live,
             "activations_on_device": self.bytes.most_on_device,
