@@ -254,7 +254,7 @@ class OffloadedBlocks:
         if not self.passes and not self._warned:
             self._warned = True
             log.warning(
-                "%s: nothing is offloaded, because code compiled before this feature was attached runs without its hooks;"
+                "%s: nothing is offloaded, because code compiled before this feature was attached lacks its hooks;"
                 " call torch.compiler.reset() before the first step",
                 self._name,
             )
