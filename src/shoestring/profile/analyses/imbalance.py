@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds, tensors_of
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
@@ -80,17 +80,36 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             call.place,
             f"{call.count} calls take {milliseconds(call.forward)} forward and {milliseconds(call.backward)} backward;"
             f" {milliseconds(usual.backward * call.count)} backward would be usual.",
-            usual.advice,
+            _other_layout(reading, call) or usual.advice,
             saves,
             [call.node],
         )
 
 
+def _other_layout(reading: Reading, call: OperatorCall) -> str:
+    """What to do where a gradient comes in another layout than what the operator was given; empty where it does not."""
+    for function in _functions(reading, call):
+        for node in np.flatnonzero(reading.below(function) & (reading.tree.kind == NodeKind.OPERATOR)).tolist():
+            kinds = tensors_of(reading.tree.names[reading.tree.inputs[node]].partition("->")[0])
+            layouts = {kind.layout or "contiguous" for kind in kinds if kind.elements == max(call.elements, 2)}
+            if len(layouts) > 1:
+                return (
+                    f"Gradient and input have different layouts ({' and '.join(sorted(layouts))}), for which"
+                    " there is no fast kernel: keep one layout, with contiguous() after what changed it."
+                )
+    return ""
+
+
+def _functions(reading: Reading, call: OperatorCall) -> list[int]:
+    """The functions of the backward pass that a call recorded."""
+    tree = reading.tree
+    links = (tree.kind == NodeKind.LINK) & (tree.link >= 0) & reading.below(call.node)[tree.link]
+    return np.flatnonzero((tree.kind == NodeKind.BACKWARD) & links[tree.parent]).tolist()
+
+
 def _shortest(reading: Reading, call: OperatorCall) -> float:
     """Nanoseconds of the gradients of a call, if each of their functions takes as long as it did at best."""
-    tree, below = reading.tree, reading.below(call.node)
-    links = (tree.kind == NodeKind.LINK) & (tree.link >= 0) & below[tree.link]
-    functions = (tree.kind == NodeKind.BACKWARD) & links[tree.parent]
+    tree, functions = reading.tree, _functions(reading, call)
     least = float((tree.least * tree.count)[functions].sum()) / max(call.count, call.evaluated)
     return least * (1 + reading.engine_share) if least else math.inf
 
