@@ -1,6 +1,7 @@
 """Formulas that are spelt out by hand, in the text of functions, by somebody who had not seen what knows them.
 
-`spelt_by_hand` has the functions; nothing of it runs. What is measured is which operator each is known for.
+`spelt_by_hand` has the functions; nothing of it runs. What is measured is which operator each is known for. What was
+missed when they were new has been mended since, so that the bars say what is known and no longer how general that is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from benchmarks.harness import Bar, Deadline, Measured
 from benchmarks.profile import spelt_by_hand
 
+FIRST = "first, before anything was mended by them: 28 of 36 known, 0 of 24 alarmed"
 TANH = {"F.gelu tanh": "F.gelu(x, approximate='tanh')"}
 
 
@@ -56,7 +58,7 @@ def _is(operator: str, said: str) -> bool:
 
 
 def _note(count: int, verb: str, names: list[str]) -> str:
-    return f"{count} functions, nothing mended after they were seen; {verb}: {'; '.join(names) or 'none'}"
+    return f"{count} functions; {FIRST}; {verb}: {'; '.join(names) or 'none'}"
 
 
 def rows() -> list[Bar]:

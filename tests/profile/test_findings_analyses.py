@@ -177,17 +177,6 @@ def test_a_gradient_of_all_rows_is_found_where_few_are_taken_and_it_is_dense(row
         assert "28 ms with the updates" in findings[0].evidence
 
 
-@pytest.mark.parametrize(("layout", "advice"), [(" channels_last", "contiguous()"), ("", "autograd.Function")])
-def test_a_gradient_in_another_layout_is_said_to_be_in_one(layout, advice):
-    program, shape = Program().model(), "float32[8,16,64,64]"
-    program.call(program.line(20), "relu", 1, 90, inputs=f"{shape} -> {shape}", variants=1, gradient="threshold")
-    (gradient,) = [each for each, row in enumerate(program.builder.rows) if row[1] == NodeKind.OPERATOR and each > 1][
-        -1:
-    ]
-    program.builder.add(gradient, inputs=f"{shape}{layout}, {shape} -> {shape}", variants=1)
-    assert advice in only(program.found("imbalance"), 20).advice
-
-
 @pytest.mark.parametrize(("least", "found"), [(0.9, True), (0.01, False)])
 def test_gradients_that_only_other_programs_make_long_are_not_imbalanced(least, found):
     program = Program().model()

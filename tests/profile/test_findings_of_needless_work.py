@@ -76,11 +76,11 @@ def test_zeros_of_factors_are_sampled_and_those_of_a_state_that_is_zero_at_first
 
 def test_a_formula_is_fusible_in_time_and_only_with_the_operators_that_are_part_of_it():
     program = Program().model(20)
-    program.write(19, "def weigh(x):\n    return (x * torch.tanh(torch.log(1 + torch.exp(x)))).cumsum(0)\n")
-    for name, time in (("exp", 12), ("add", 12), ("log", 12), ("tanh", 12), ("mul", 12), ("cumsum", 30)):
+    program.write(19, "def weigh(x):\n    return (x * (x.pow(2).mean(-1) + 1e-6).rsqrt()).cumsum(0)\n")
+    for name, time in (("pow", 12), ("mean", 12), ("add", 12), ("rsqrt", 12), ("mul", 12), ("cumsum", 30)):
         program.call(program.line(20, "weigh"), name, time, 6, inputs=BIG, variants=1)
     finding = only(program.found("fusible"), 20)
-    assert "F.mish" in finding.advice
+    assert "F.rms_norm" in finding.advice
     assert "cumsum" not in finding.evidence
     assert 0 < finding.expected < 90 / 146
 
@@ -88,6 +88,20 @@ def test_a_formula_is_fusible_in_time_and_only_with_the_operators_that_are_part_
 def test_operators_that_compute_the_same_cost_the_same():
     for name, other in (("clamp_min", "clamp"), ("log_sigmoid", "softplus")):
         assert costs.nanoseconds(f"aten::{name}", "forward", 5e5) == costs.nanoseconds(f"aten::{other}", "forward", 5e5)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "advice"), [(" channels_last", "contiguous()"), ("", "autograd.Function")])
+def test_a_gradient_in_another_layout_is_said_to_be_in_one(layout, advice):
+    program, shape = Program().model(), "float32[8,16,64,64]"
+    program.call(program.line(20), "relu", 1, 90, inputs=f"{shape} -> {shape}", variants=1, gradient="threshold")
+    (gradient,) = [each for each, row in enumerate(program.builder.rows) if row[1] == NodeKind.OPERATOR and each > 1][
+        -1:
+    ]
+    program.builder.add(gradient, inputs=f"{shape}{layout}, {shape} -> {shape}", variants=1)
+    assert advice in only(program.found("imbalance"), 20).advice
 
 
 # -- conversions ------------------------------------------------------------------------------------------------------

@@ -108,9 +108,20 @@ def bce(p: Array, t: Array) -> Array:
     return -(t * np.log(p) + (1 - t) * np.log(1 - p))
 
 
-def huber(x: Array, y: Array) -> Array:
-    size = np.abs(x - y)
-    return np.where(size <= 1, 0.5 * size**2, size - 0.5)
+def huber(x: Array, target: Array, y: Array) -> Array:
+    """With the `delta` of F.huber_loss, or the `beta` of F.smooth_l1_loss, that the largest error of a value has."""
+    size = np.abs(x - target)
+    if y.shape != size.shape:
+        return np.full_like(x, np.nan)
+    most = np.argmax(size)
+    d, loss = float(size.flat[most]), float(y.flat[most])
+    delta, beta = d - math.sqrt(max(d * d - 2 * loss, 0.0)), 2 * (d - loss)
+    found = [np.full_like(x, np.nan)]
+    if 0 < (size < delta).mean() < 1:
+        found.append(np.where(size < delta, 0.5 * size**2, delta * (size - 0.5 * delta)))
+    if 0 < (size < beta).mean() < 1:
+        found.append(np.where(size < beta, 0.5 * size**2 / beta, size - 0.5 * beta))
+    return min(found[::-1], key=lambda each: float(np.abs(each - y).max()))
 
 
 def masked_softmax(x: Array, mask: Array, axis: Any) -> Array:
@@ -124,8 +135,8 @@ def cross_entropy(x: Array, t: Array, axis: Any) -> Array:
     return -np.sum(t * log_softmax(x, axis), axis=axis, keepdims=True)
 
 
-def batch_norm(x: Array, mean: Array, variance: Array, scale: Array, shift: Array) -> Array:
-    return (x - mean) / np.sqrt(variance + 1e-5) * scale + shift
+def batch_norm(x: Array, mean: Array, variance: Array, scale: Array, shift: Array, epsilon: float) -> Array:
+    return (x - mean) / np.sqrt(variance + epsilon) * scale + shift
 
 
 UNARY: dict[str, Callable[[Array], Array]] = {
@@ -135,7 +146,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "tanh": np.tanh, "sigmoid": sigmoid, "erf": erf, "relu": lambda x: np.maximum(x, 0),
     "softplus": softplus, "logsigmoid": lambda x: -softplus(-x), "silu": silu, "mish": mish, "gelu": gelu,
     "elu": elu, "sin": np.sin, "cos": np.cos, "sign": np.sign, "hardsigmoid": hardsigmoid,
-    "logical_not": lambda x: ~truth(x), "floor": np.floor, "round": np.round,
+    "logical_not": lambda x: ~truth(x), "floor": np.floor, "relu6": lambda x: np.clip(x, 0, 6), "round": np.round,
 }  # fmt: skip
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add, "sub": np.subtract, "subtract": np.subtract, "mul": np.multiply, "multiply": np.multiply,

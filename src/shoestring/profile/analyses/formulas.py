@@ -73,6 +73,8 @@ class Known:
     """Whether it is over a dimension."""
     loss: bool = False
     """Whether it is a loss, whose sign may be changed after a sum or mean."""
+    fits: bool = False
+    """Whether it has a constant, for which it must be given the result as well."""
     least: int = 3
     """Operators that spell it out, at least."""
     uses: frozenset[str] = frozenset()
@@ -92,7 +94,7 @@ KNOWN = (
     Known("aten::elu", "F.selu", counterparts.selu, least=2),
     Known("aten::hardswish", "F.hardswish", counterparts.hardswish),
     Known("aten::hardswish", "F.hardsigmoid", counterparts.hardsigmoid, least=2),
-    Known("aten::leaky_relu", "F.leaky_relu", counterparts.leaky_relu, least=2),
+    Known("aten::leaky_relu", "F.leaky_relu", counterparts.leaky_relu, fits=True, least=2),
     Known("aten::layer_norm", "F.layer_norm (or F.group_norm)", counterparts.layer_norm, axes=True),
     Known("aten::rms_norm", "F.rms_norm", counterparts.rms_norm, axes=True),
     Known("aten::softmax", "torch.softmax", counterparts.softmax, axes=True),
@@ -107,7 +109,7 @@ KNOWN_OF_TWO = (
         loss=True,
     ),
     Known("aten::binary_cross_entropy_with_logits", "F.binary_cross_entropy", counterparts.bce, loss=True),
-    Known("aten::huber_loss", "F.huber_loss or F.smooth_l1_loss", counterparts.huber),
+    Known("aten::huber_loss", "F.huber_loss or F.smooth_l1_loss", counterparts.huber, fits=True),
     Known("aten::softmax", "torch.softmax, after masked_fill", counterparts.masked_softmax, axes=True),
     Known(
         "aten::layer_norm", "F.layer_norm (or F.group_norm)", counterparts.scaled(counterparts.layer_norm), axes=True
@@ -116,6 +118,8 @@ KNOWN_OF_TWO = (
     Known("aten::log_softmax", "F.cross_entropy", counterparts.cross_entropy, axes=True, loss=True, uses=_EXPONENTIALS),
 )
 BATCH_NORM = Known("aten::layer_norm", "F.batch_norm", counterparts.batch_norm)
+EPSILONS = (1e-5, 1e-3, 1e-6, 0.0)
+"""Of batch norm, added to a variance that may be small."""
 AXES = tuple(axes for count in (1, 2, 3) for axes in combinations(range(len(SHAPE)), count))
 
 
@@ -155,8 +159,10 @@ def _known(known: Sequence[Known], result: Value, of: Sequence[Value], parts: Se
         if len(parts) < operator.least or (operator.uses and not operator.uses & {part.operator for part in parts}):
             continue
         more: Sequence[tuple[Any, ...]] = [(axes,) for axes in AXES] if operator.axes else [()]
-        if operator.compute is counterparts.leaky_relu:
+        if operator.fits:
             more = [(result.array,)]
+        elif operator is BATCH_NORM:
+            more = [(epsilon,) for epsilon in EPSILONS]
         with np.errstate(all="ignore"):
             computed = [operator.compute(*arrays, *each) for each in more]
             if any(

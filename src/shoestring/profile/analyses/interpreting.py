@@ -17,7 +17,16 @@ import numpy as np
 
 from shoestring.profile.analyses import counterparts
 from shoestring.profile.analyses.counterparts import Array, number, truth
-from shoestring.profile.analyses.statements import Function, Text, names_written
+from shoestring.profile.analyses.statements import (
+    Function,
+    Text,
+    integers,
+    is_limits,
+    is_module,
+    last_name,
+    names_written,
+    only_widens,
+)
 
 SHAPE = (4, 5, 6)
 """Of a value that comes from outside; a dimension is a remainder by its length."""
@@ -33,6 +42,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow", ast.Gt: "gt", ast.GtE: "ge",
     ast.Lt: "lt", ast.LtE: "le", ast.Eq: "eq", ast.NotEq: "ne", ast.BitAnd: "logical_and", ast.BitOr: "logical_or",
 }  # fmt: skip
+_FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "zeros": 0.0, "ones": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 _CONSTANTS = {"pi": math.pi, "inf": math.inf, "e": math.e, "min": -1e30, "max": 1e30, "eps": TINY, "tiny": 1e-30}
 
 
@@ -64,6 +74,8 @@ class Interpreter:
     """Of what is no name, such as `self.scale`, by its text."""
     values: list[Value] = field(default_factory=list)
     """All that were computed."""
+    mask: str = ""
+    """Text of the mask where elements are written, while they are computed."""
     lines: range = range(0)
 
     def outside(self) -> Value:
@@ -76,6 +88,7 @@ class Interpreter:
             for statement in self.text.module.body:
                 if isinstance(statement, ast.Assign | ast.AnnAssign):
                     self.statement(statement)
+            self.attributes |= self.numbers_of_class(scope)
             self.arguments(scope.args)
             self.values.clear()
         if isinstance(scope, ast.Lambda):
@@ -84,6 +97,16 @@ class Interpreter:
         else:
             self.block(scope.body)
         return self.values
+
+    def numbers_of_class(self, scope: ast.AST) -> dict[str, Value]:
+        """What the class of a method sets to a number, unless told otherwise."""
+        above = self.text.parents[scope]
+        made = next((each for each in getattr(above, "body", ()) if getattr(each, "name", "") == "__init__"), scope)
+        if not isinstance(above, ast.ClassDef) or not isinstance(made, Function) or made is scope:
+            return {}
+        before = Interpreter(self.text)
+        before.function(made)
+        return {text: value for text, value in before.attributes.items() if value.array.ndim == 0}
 
     def arguments(self, arguments: ast.arguments) -> None:
         """Those with a number as their default have that."""
@@ -103,12 +126,19 @@ class Interpreter:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr):
             self.lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=expression):
+                for target, value in zip(targets, self.several(expression, len(targets)), strict=True):
+                    self.assign(target, value)
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name()) as target], value=expression):
+                self.write(target, lambda _: self.expression(expression))
             case ast.Assign(targets=targets, value=expression):
                 value = self.expression(expression)
                 for target in targets:
                     self.assign(target, value)
             case ast.AnnAssign(target=target, value=ast.expr() as expression):
                 self.assign(target, self.expression(expression))
+            case ast.AugAssign(target=ast.Subscript(value=ast.Name()) as target, op=operator, value=expression):
+                self.write(target, lambda old: self.operation(operator, old, self.expression(expression)))
             case ast.AugAssign(target=target, op=operator, value=expression):
                 self.assign(target, self.operation(operator, self.expression(target), self.expression(expression)))
             case ast.Return(value=ast.expr() as expression) | ast.Expr(value=ast.expr() as expression):
@@ -133,6 +163,32 @@ class Interpreter:
     def forget(self, names: set[str]) -> None:
         for name in names & self.names.keys():
             self.names[name] = self.outside()
+
+    def several(self, node: ast.expr, count: int) -> list[Value]:
+        """The values that are assigned to so many names."""
+        match node:
+            case ast.Tuple(elts=parts) if len(parts) == count:
+                return [self.expression(part) for part in parts]
+            case ast.Call() if last_name(node) in ("var_mean", "std_mean") and count == 2:
+                given, options = self.given(node)
+                mean = {name: value for name, value in options.items() if name == "dim"}
+                return [self.spread(last_name(node)[:3], given, options), self.reduction("mean", given, mean)]
+            case _:
+                self.expression(node)
+                return [self.outside() for _ in range(count)]
+
+    def write(self, target: ast.Subscript, new: Callable[[Value], Value]) -> None:
+        """Where a mask says so, a name has new values; after a write to another place, unknown ones."""
+        assert isinstance(target.value, ast.Name)
+        old, chosen = self.expression(target.value), self.expression(target.slice)
+        if chosen.array.dtype != bool:
+            new(old)
+            self.names[target.value.id] = self.outside()
+            return
+        self.mask = ast.unparse(target.slice)
+        written = new(old)
+        self.mask = ""
+        self.names[target.value.id] = self.compute("index_put", np.where, chosen, written, old)
 
     def assign(self, target: ast.expr, value: Value) -> None:
         match target:
@@ -174,7 +230,7 @@ class Interpreter:
             case ast.Compare(left=left, ops=[operator], comparators=[right]):
                 return self.operation(operator, self.expression(left), self.expression(right))
             case ast.Subscript(value=of, slice=index):
-                return self.expression(of) if _only_widens(index) else self.subscript(node)
+                return self.expression(of) if only_widens(index) else self.subscript(node)
             case ast.Attribute(value=of, attr=name):
                 return self.attribute(node, of, name)
             case ast.Call():
@@ -200,10 +256,15 @@ class Interpreter:
 
     def subscript(self, node: ast.Subscript) -> Value:
         """A length, the values that a maximum gives beside their places, or a part, which is the same each time."""
+        if self.mask and ast.unparse(node.slice) == self.mask:
+            return self.expression(node.value)
         match node:
             case ast.Subscript(value=ast.Attribute(attr="shape"), slice=index):
                 return self.length(index)
-            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)) if _last(call) in ("max", "min"):
+            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)) if last_name(call) in (
+                "max",
+                "min",
+            ):
                 return self.expression(call)
             case _:
                 return self.by_text(node)
@@ -217,32 +278,52 @@ class Interpreter:
     def attribute(self, node: ast.Attribute, of: ast.expr, name: str) -> Value:
         if name in ("values", "data"):
             return self.expression(of)
-        if name in _CONSTANTS and ((isinstance(of, ast.Name) and of.id in ("math", "np", "torch")) or _is_limits(of)):
+        if name in _CONSTANTS and ((isinstance(of, ast.Name) and of.id in ("math", "np", "torch")) or is_limits(of)):
             return Value(np.asarray(_CONSTANTS[name]))
-        if "eps" in name.lower():
+        if "eps" in name.lower() and ast.unparse(node) not in self.attributes:
             return Value(np.asarray(TINY))
         return self.by_text(node)
 
     def length(self, index: ast.expr) -> Value:
-        axis = _integers(index)
+        axis = integers(index)
         return Value(np.asarray(float(SHAPE[axis[0] % len(SHAPE)]))) if axis else self.outside()
 
     def call(self, node: ast.Call) -> Value:
         """A function of torch, a method of a tensor, or one of which nothing is known."""
-        name = _last(node).removesuffix("_") or _last(node)
+        name, (given, options) = last_name(node).removesuffix("_"), self.given(node)
+        value = self.operator(name, given, options)
+        if value is None:
+            for argument in (*given, *options.values()):
+                self.expression(argument)
+            value = self.outside()
+        if last_name(node).endswith("_") and given and isinstance(given[0], ast.Name):
+            self.names[given[0].id] = value  # in place
+        return value
+
+    def given(self, node: ast.Call) -> tuple[list[ast.expr], dict[str, ast.expr]]:
+        """Arguments of a call by their place, what a method is of before them, and by their name."""
         given = list(node.args)
-        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
+        if isinstance(node.func, ast.Attribute) and not is_module(node.func.value):
             given.insert(0, node.func.value)
-        options = {option.arg: option.value for option in node.keywords if option.arg}
+        return given, {option.arg: option.value for option in node.keywords if option.arg}
+
+    def operator(self, name: str, given: list[ast.expr], options: dict[str, ast.expr]) -> Value | None:
+        """The value of an operator; None where it is none that is known."""
+        if name in _FILLED:
+            return Value(np.asarray(_FILLED[name]))
+        if name in ("full", "full_like", "new_full", "tensor", "as_tensor") and given:
+            value = self.expression(given[-1])
+            return value if value.array.ndim == 0 else None
         if name == "size" and len(given) + len(options) == 2:
             return self.length(options.get("dim", given[-1]))
         if (name == "sqrt" and len(given) == 1) or (name in counterparts.UNARY and len(given) == 1 and not options):
             function = counterparts.UNARY[name]
             return self.compute(name, lambda x: function(number(x)), self.expression(given[0]))
         if name == "gelu" and given:
-            function = counterparts.gelu_tanh if "tanh" in ast.unparse(node) else counterparts.gelu
+            tanh = any("tanh" in ast.unparse(option) for option in (*given[1:], *options.values()))
+            function = counterparts.gelu_tanh if tanh else counterparts.gelu
             return self.compute(name, function, self.expression(given[0]))
-        if name in ("max", "min") and len(given) == 2 and not _integers(given[1]):
+        if name in ("max", "min") and len(given) == 2 and not integers(given[1]):
             name += "imum"
         if name in counterparts.BINARY and len(given) == 2:
             return self.compute(
@@ -263,9 +344,7 @@ class Interpreter:
             return self.compute(name, lambda x, m, y: np.where(truth(m), y, x), *map(self.expression, given))
         if name.startswith("clamp") or name in ("clip", "hardtanh"):
             return self.clamp(name, given, options)
-        for argument in (*node.args, *options.values()):
-            self.expression(argument)
-        return self.outside()
+        return None
 
     def clamp(self, name: str, given: list[ast.expr], options: dict[str, ast.expr]) -> Value:
         least = options.get("min", given[1] if len(given) > 1 and name != "clamp_max" else None)
@@ -296,43 +375,8 @@ class Interpreter:
         return self.compute(name, lambda x: function(x, axis=axes, ddof=less, keepdims=True), self.expression(given[0]))
 
 
-def _last(node: ast.Call) -> str:
-    """The last name of what is called."""
-    return getattr(node.func, "attr", getattr(node.func, "id", ""))
-
-
-def _is_module(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np")
-
-
-def _is_limits(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _last(node) in ("finfo", "iinfo")
-
-
-def _only_widens(index: ast.expr) -> bool:
-    """Whether an index has only `None`, `:` and `...`, so that it takes no part."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return all(
-        (isinstance(part, ast.Constant) and (part.value is None or part.value is ...))
-        or (isinstance(part, ast.Slice) and not (part.lower or part.upper or part.step))
-        for part in parts
-    )  # fmt: skip
-
-
-def _integers(node: ast.expr) -> list[int]:
-    """An integer, or those of a tuple; nothing where they are not known."""
-    try:
-        found = ast.literal_eval(node)
-    except ValueError:
-        return []
-    found = found if isinstance(found, tuple | list) else (found,)
-    return [each for each in found if isinstance(each, int)]
-
-
 def _axes(node: ast.expr | None) -> Any:
     """Axes of an array here for the dimensions of a tensor; the last one where they are not known."""
     if node is None:
         return None
-    return tuple({each % len(SHAPE) for each in _integers(node)}) or (len(SHAPE) - 1,)
+    return tuple({each % len(SHAPE) for each in integers(node)}) or (len(SHAPE) - 1,)

@@ -102,3 +102,40 @@ def called(node: ast.AST) -> set[str]:
         for each in ast.walk(node)
         if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute | ast.Name)
     }
+
+
+def last_name(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def is_module(node: ast.expr) -> bool:
+    """Whether it is a module that has functions of tensors or of numbers."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np")
+
+
+def is_limits(node: ast.expr) -> bool:
+    """Whether it is the limits of a data type."""
+    return isinstance(node, ast.Call) and last_name(node) in ("finfo", "iinfo")
+
+
+def only_widens(index: ast.expr) -> bool:
+    """Whether an index has only `None`, `:` and `...`, so that it takes no part."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return all(
+        (isinstance(part, ast.Constant) and (part.value is None or part.value is ...))
+        or (isinstance(part, ast.Slice) and not (part.lower or part.upper or part.step))
+        for part in parts
+    )  # fmt: skip
+
+
+def integers(node: ast.expr) -> list[int]:
+    """An integer, or those of a tuple; nothing where they are not known."""
+    try:
+        found = ast.literal_eval(node)
+    except ValueError:
+        return []
+    found = found if isinstance(found, tuple | list) else (found,)
+    return [each for each in found if isinstance(each, int)]
