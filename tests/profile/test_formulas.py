@@ -81,6 +81,8 @@ SPELT = {
     "given statistics": ("(x - y) / z", None),
     "divided by its sum": ("x / x.sum(-1, keepdim=True)", None),
     "two dimensions": ("x.exp() / x.exp().sum(1, keepdim=True).mean(0, keepdim=True)", None),
+    "squared error": ("0.5 * (x - y) ** 2", None),
+    "limited to one": ("max(0, min(1, x + 3))", None),
     "absolute error": ("(x - y).abs() - 0.1", None),
     "limited norm": ("x * (1 / (x.norm() + 1e-6)).clamp(max=1)", None),
     "covariance": ("((x - x.mean(1, keepdim=True)) * (y - y.mean(1, keepdim=True))).sum(1)", None),
@@ -142,6 +144,13 @@ def test_names_take_several_values_and_new_ones_in_place_and_where_a_mask_says_s
             gate.mul_(x)
             return gate + 1
     """) == ["F.silu"]
+    assert (
+        instead("""
+        class Gate:
+            active = staticmethod(lambda x: x * (1 + 10**400) * 0 + x.max(0)[0] / torch.max(torch.tensor(2.0), 2))
+    """)
+        == []
+    )
     for write in ("y[x < 0] *= 0.1", "y[x < 0] = 0.1 * y[x < 0]", "y[x < 0] = 0.1 * x[x < 0]"):
         assert instead(f"def f(x):\n    y = x.clone()\n    {write}\n    return y\n") == ["F.leaky_relu"]
     assert instead("def f(x):\n    y = x.clone()\n    y[x < 0] = 0.1 * x[x < 1]\n    return y\n") == []

@@ -83,6 +83,25 @@ def test_arguments_are_described_and_views_move_no_bytes():
     assert all(tree.bytes[node] == 4 * 4 + 4 for node in operators(tree, "aten::sum"))
 
 
+def test_a_second_profile_of_the_same_lines_knows_nothing_of_what_the_first_was_given():
+    seen = []
+    for size in (200, 100):
+        given = torch.eye(size) if size == 200 else torch.ones(size, size)
+        with profiled() as result:
+            for _ in range(300):  # more operators than are looked at when a profile begins
+                torch.ones(3).exp()
+                torch.ones(3).log()
+            for _ in range(4):
+                given @ given
+        tree = result.profile.tree
+        (product,) = operators(tree, "aten::mm")
+        seen.append(
+            (tree.names[tree.inputs[product]], tree.variants[product], tree.flops[product] / tree.count[product])
+        )
+    assert "99.5% zeros" in seen[0][0]
+    assert seen[1] == ("float32[100,100], float32[100,100] -> float32[100,100]", 1, 2 * 100**3)
+
+
 def test_calls_that_record_for_the_backward_pass_are_counted():
     weight = torch.ones(3, requires_grad=True)
     with profiled() as result:

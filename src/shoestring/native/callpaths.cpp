@@ -735,6 +735,7 @@ void finish(Thread& own, uint32_t place, uint64_t entered) {
     }
     ticks = std::max(ticks, done.within);
     Node& node = own.at(done.node);
+    if (__builtin_expect(node.least == ~0ull, 0)) own.fresh |= node.kind == OPERATOR;  // its first call in this profile
     node.count++;
     node.inclusive += ticks;
     node.within += done.within;
@@ -910,11 +911,13 @@ int callpaths_start(int frames) {
     mine->lasting = true;
     if (mine->state) mine->ident = mine->state->thread_id;
     std::lock_guard<std::mutex> held(changing);
-    for (uint32_t i = 0; i < known; i++)
+    for (uint32_t i = 0; i < known; i++) {  // nodes stay, but nothing that an earlier profile has seen of their calls
         for (uint32_t node = 0; node < everybody[i]->size; node++) {
             everybody[i]->at(node).least = ~0ull;
             everybody[i]->at(node).most = 0;
         }
+        std::fill(everybody[i]->arguments.begin(), everybody[i]->arguments.end(), Arguments());
+    }
     with_frames = frames;
     looks = LOOKS;
     at_random = false;

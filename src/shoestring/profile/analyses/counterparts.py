@@ -117,9 +117,9 @@ def huber(x: Array, target: Array, y: Array) -> Array:
     d, loss = float(size.flat[most]), float(y.flat[most])
     delta, beta = d - math.sqrt(max(d * d - 2 * loss, 0.0)), 2 * (d - loss)
     found = [np.full_like(x, np.nan)]
-    if 0 < (size < delta).mean() < 1:
+    if 0.05 < (size < delta).mean() < 0.95:
         found.append(np.where(size < delta, 0.5 * size**2, delta * (size - 0.5 * delta)))
-    if 0 < (size < beta).mean() < 1:
+    if 0.05 < (size < beta).mean() < 0.95:
         found.append(np.where(size < beta, 0.5 * size**2 / beta, size - 0.5 * beta))
     return min(found[::-1], key=lambda each: float(np.abs(each - y).max()))
 

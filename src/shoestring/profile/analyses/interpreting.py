@@ -101,8 +101,10 @@ class Interpreter:
     def numbers_of_class(self, scope: ast.AST) -> dict[str, Value]:
         """What the class of a method sets to a number, unless told otherwise."""
         above = self.text.parents[scope]
-        made = next((each for each in getattr(above, "body", ()) if getattr(each, "name", "") == "__init__"), scope)
-        if not isinstance(above, ast.ClassDef) or not isinstance(made, Function) or made is scope:
+        if not isinstance(above, ast.ClassDef) or getattr(scope, "name", "") == "__init__":
+            return {}
+        made = next((each for each in above.body if isinstance(each, Function) and each.name == "__init__"), None)
+        if made is None:
             return {}
         before = Interpreter(self.text)
         before.function(made)
@@ -204,8 +206,11 @@ class Interpreter:
 
     def compute(self, operator: str, function: Callable[..., Array], *of: Value) -> Value:
         """The value of an operator; a number of numbers is a number."""
-        with np.errstate(all="ignore"):
-            array = np.asarray(function(*(value.array for value in of)))
+        try:
+            with np.errstate(all="ignore"):
+                array = np.asarray(function(*(value.array for value in of)))
+        except (ValueError, TypeError):  # a dimension of a number, say: it is something else than it is taken for
+            return self.outside()
         if array.ndim == 0:
             return Value(array)
         value = Value(array, operator.removesuffix("_"), of, self.lines)
@@ -215,8 +220,8 @@ class Interpreter:
     def expression(self, node: ast.expr) -> Value:
         """Its value; one of which nothing is known where it is none of an operator."""
         match node:
-            case ast.Constant(value=bool() | int() | float() as number):
-                return Value(np.asarray(float(number)))
+            case ast.Constant(value=bool() | int() | float() as constant):
+                return Value(np.asarray(float(constant) if abs(constant) < 1e300 else math.inf))
             case ast.Name(id=name):
                 if name not in self.names:
                     self.names[name] = self.outside()
