@@ -170,6 +170,14 @@ def test_what_a_class_sets_to_a_number_is_that_number():
     assert instead(source.format("2.0")) == []
 
 
+@pytest.mark.parametrize(
+    "expression", ["torch.clamp(input=x, min=0)", "clamp_all()", "x.sum({[]: 1})", " + ".join(["x"] * 600)]
+)
+def test_what_is_written_otherwise_is_no_formula_and_no_error(expression):
+    assert instead(f"def f(x):\n    return {expression}\n") == []
+    assert Text.of("+".join("x" * 5000)) is None
+
+
 def test_a_lambda_is_a_function():
     assert instead("activation = lambda x: x * x.sigmoid()") == ["F.silu"]
 

@@ -125,7 +125,11 @@ AXES = tuple(axes for count in (1, 2, 3) for axes in combinations(range(len(SHAP
 
 def spelt_out(text: Text, scope: Function | ast.Lambda | ast.Module) -> list[Formula]:
     """The formulas of a function, the largest first, none a part of another."""
-    found = [formula for value in Interpreter(text).function(scope) for formula in _formulas(value)]
+    try:
+        values = Interpreter(text).function(scope)
+    except RecursionError:  # an expression that is nested too deeply for a formula
+        return []
+    found = [formula for value in values for formula in _formulas(value)]
     chosen: list[Formula] = []
     for formula in sorted(found, key=lambda formula: -len(formula.parts)):
         if not any(set(formula.parts) & set(other.parts) for other in chosen):

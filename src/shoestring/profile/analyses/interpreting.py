@@ -347,7 +347,7 @@ class Interpreter:
             )
         if name == "masked_fill" and len(given) == 3:
             return self.compute(name, lambda x, m, y: np.where(truth(m), y, x), *map(self.expression, given))
-        if name.startswith("clamp") or name in ("clip", "hardtanh"):
+        if given and (name.startswith("clamp") or name in ("clip", "hardtanh")):
             return self.clamp(name, given, options)
         return None
 

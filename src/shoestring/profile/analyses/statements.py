@@ -20,10 +20,10 @@ class Text:
 
     @staticmethod
     def of(source: str) -> Text | None:
-        """None where it is no Python of this version."""
+        """None where it is no Python of this version, or nested too deeply."""
         try:
             return Text(ast.parse(source))
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, RecursionError):
             return None
 
     @cached_property
@@ -97,15 +97,11 @@ def _changes(method: str) -> bool:
 
 def called(node: ast.AST) -> set[str]:
     """Last names of the functions and methods that are called."""
-    return {
-        each.func.attr if isinstance(each.func, ast.Attribute) else each.func.id
-        for each in ast.walk(node)
-        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute | ast.Name)
-    }
+    return {last_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)} - {""}
 
 
 def last_name(node: ast.Call) -> str:
-    """The last name of what is called."""
+    """The last name of what is called; empty where it has none."""
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
@@ -128,14 +124,14 @@ def only_widens(index: ast.expr) -> bool:
         (isinstance(part, ast.Constant) and (part.value is None or part.value is ...))
         or (isinstance(part, ast.Slice) and not (part.lower or part.upper or part.step))
         for part in parts
-    )  # fmt: skip
+    )
 
 
 def integers(node: ast.expr) -> list[int]:
     """An integer, or those of a tuple; nothing where they are not known."""
     try:
         found = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         return []
     found = found if isinstance(found, tuple | list) else (found,)
     return [each for each in found if isinstance(each, int)]
