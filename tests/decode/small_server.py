@@ -3,7 +3,7 @@
 import json
 import socket
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -88,13 +88,18 @@ def received(channel: socket.socket) -> bytes:
 
 
 @contextmanager
-def running(*, slots=4, template=CHATML, context=256, draft_length=0, **settings):
-    """A server in this process; `settings` as of `Serving`. With a draft length it drafts by prompt lookup."""
+def running(*, slots=4, template=CHATML, context=256, draft_length=0, endless=False, **settings):
+    """A server in this process; `settings` as of `Serving`. With a draft length it drafts by prompt lookup.
+
+    A text is sampled, so it may end at any token; an endless one has all the tokens that are asked for.
+    """
     tokens, built = tokenizer(template), model(context)
     chosen = Serving(**{"port": 0, "grace": 5.0} | settings)
     drafter = PromptLookup() if draft_length else None
     engine = Engine(built, slots=slots, drafter=drafter, speculation=Speculation(draft_length=draft_length))
-    app = App(describe("small", tokens, engine.window, max_tokens=chosen.max_tokens), EngineThread(engine), chosen)
+    served = describe("small", tokens, engine.window, max_tokens=chosen.max_tokens)
+    served = replace(served, stop=frozenset()) if endless else served
+    app = App(served, EngineThread(engine), chosen)
     with serving(app) as url:
         server = Running(app, url, built, tokens)
         with server.http:

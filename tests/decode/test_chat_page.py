@@ -76,7 +76,7 @@ def test_text_is_continued_and_shows_what_was_drafted(browser):
 
 
 def test_escape_frees_the_slot_and_errors_are_shown(browser):
-    with running(slots=1, context=30000) as server:
+    with running(slots=1, context=30000, endless=True) as server:
         browser.open(server.url)
         browser.until(READY)
         set_to(browser, max_tokens=20000)

@@ -314,7 +314,7 @@ def test_a_running_text_ends_once_the_server_is_told_to_stop(folder, number, cap
 
 
 def test_a_text_is_cut_off_when_the_time_to_end_is_over():
-    with running(slots=1, grace=0.2) as server:
+    with running(slots=1, grace=0.2, endless=True) as server:
         with held(server):
             channel = server.connect()
             channel.sendall(posted({"prompt": "a", "max_tokens": 250}, headers={"Connection": "close"}))
