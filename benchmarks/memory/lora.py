@@ -160,7 +160,9 @@ class Contest:
     steps: int = 100
     """Of fine-tuning, of 8 samples."""
     rates: tuple[float, ...] = (1.0, 3.0, 9.0)
-    """Candidates for the learning rate, times what each way begins with."""
+    """First candidates for the learning rate, ascending by factors of 3, times what each way begins with."""
+    more: int = 2
+    """Candidates that are added at most where the best is at an edge, one beyond it each time."""
 
     def base(self) -> Path:
         """The pretrained model's run; OutOfBudget where time ends before it does, and it continues from there.
@@ -212,7 +214,7 @@ class Contest:
         model = load_model(base)[0].float()
         adapters = [LoRA(rank=64, alpha=64.0, base_bits=4, seed=seed), Recompute(), ChunkedLoss()]
         features = adapters if way == "lora" else []
-        start = 3e-4 if way == "lora" else 5e-5
+        start = 3e-4 if way == "lora" else 1e-4
         features += [
             AdamW(lr=start * rate, betas=(0.9, 0.99), weight_decay=0.0),
             Clip(),
@@ -239,7 +241,12 @@ class Contest:
 
     def best(self, way: str) -> float:
         """The rate with the lowest held-out loss, on a seed of its own."""
-        return min(self.rates, key=lambda rate: self.tuned(way, TUNING_SEED, rate)["after"])
+        rates = list(self.rates)
+        while True:
+            found = min(rates, key=lambda rate: self.tuned(way, TUNING_SEED, rate)["after"])
+            if rates[0] < found < rates[-1] or len(rates) == len(self.rates) + self.more:
+                return found
+            rates = [found / 3, *rates] if found == rates[0] else [*rates, found * 3]
 
     def results(self) -> dict[str, list[dict[str, Any]]]:
         """Of both ways, the runs with their best rates."""
@@ -271,7 +278,7 @@ def gain(contest: Contest, _: Deadline) -> Measured:
     return Measured(
         min(shares),
         f"held-out loss {pairs[0][1]['before']:.4f} before; full {', '.join(full)}; adapters {', '.join(lora)}; "
-        f"rates chosen: {contest.best('full'):g} x 5e-5 and {contest.best('lora'):g} x 3e-4",
+        f"rates chosen: {contest.best('full'):g} x 1e-4 and {contest.best('lora'):g} x 3e-4",
     )
 
 
