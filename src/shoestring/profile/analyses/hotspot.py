@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shoestring.profile.analyses.association import costly_orders
 from shoestring.profile.analyses.products import wasted_products
 from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
@@ -18,8 +19,9 @@ PRODUCTS = 0.15
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Lines that take much of the time and need not: products of zeros, and whatever takes more than half of it."""
+    """Lines that take much of the time and need not: products that waste it, and whatever takes more than half of it."""
     yield from wasted_products(reading)
+    yield from costly_orders(reading)
     yield from _largest(reading)
 
 
