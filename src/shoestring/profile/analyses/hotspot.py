@@ -19,7 +19,7 @@ PRODUCTS = 0.15
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Lines that take much of the time and need not: products that waste it, and whatever takes more than half of it."""
+    """Lines that take much of the time and need not: products that waste it, and whatever takes more than half."""
     yield from wasted_products(reading)
     yield from costly_orders(reading)
     yield from _largest(reading)
