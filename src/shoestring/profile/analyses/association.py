@@ -49,7 +49,7 @@ class Factor:
 
     node: ast.expr
     flipped: bool
-    change: Product | None = None
+    change: WrittenProduct | None = None
 
     @property
     def text(self) -> str:
@@ -58,11 +58,11 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Product:
+class WrittenProduct:
     """A product as it is written; flipped, (A B)ᵀ = Bᵀ Aᵀ, where `left` and `right` are those of the right side."""
 
-    left: Factor | Product
-    right: Factor | Product
+    left: Factor | WrittenProduct
+    right: Factor | WrittenProduct
     site: ast.expr
     flipped: bool
 
@@ -70,13 +70,13 @@ class Product:
     def factors(self) -> list[Factor]:
         """From left to right."""
         sides = (self.left, self.right)
-        return [each for side in sides for each in (side.factors if isinstance(side, Product) else [side])]
+        return [each for side in sides for each in (side.factors if isinstance(side, WrittenProduct) else [side])]
 
     @cached_property
-    def products(self) -> list[Product]:
+    def products(self) -> list[WrittenProduct]:
         """All in it, changes of factors too, and itself, in the order in which they are computed."""
         sides = (self.right, self.left) if self.flipped else (self.left, self.right)
-        inner = [side if isinstance(side, Product) else side.change for side in sides]
+        inner = [side if isinstance(side, WrittenProduct) else side.change for side in sides]
         return [*(product for each in inner if each for product in each.products), self]
 
 
@@ -120,12 +120,12 @@ def costly_orders(reading: Reading) -> Iterator[Finding]:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def _chains(function: ast.AST) -> Iterator[Product]:
+def _chains(function: ast.AST) -> Iterator[WrittenProduct]:
     """Products of a function of at least three factors, on lines with no other products."""
     kept = _kept(function)
     sites = [node for node in _inside(function) if isinstance(node, ast.expr) and _operands(node)]
     read = [_read(site, False, kept) for site in sites]
-    chains = [each for each in read if isinstance(each, Product)]
+    chains = [each for each in read if isinstance(each, WrittenProduct)]
     inner = {product.site for chain in chains for product in chain.products[:-1]}
     lines = Counter(site.lineno for site in sites)
     for chain in chains:
@@ -170,21 +170,21 @@ def _operands(node: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
     return (given[0], given[1], True) if name == "linear" and len(given) in (2, 3) and not bias else None
 
 
-def _read(node: ast.expr, flipped: bool, kept: Mapping[str, ast.expr]) -> Factor | Product:
+def _read(node: ast.expr, flipped: bool, kept: Mapping[str, ast.expr]) -> Factor | WrittenProduct:
     """An expression, transposed where it is flipped."""
     if operands := _operands(node):
         left, right = _read(operands[0], flipped, kept), _read(operands[1], flipped != operands[2], kept)
-        return Product(right, left, node, True) if flipped else Product(left, right, node, False)
+        return WrittenProduct(right, left, node, True) if flipped else WrittenProduct(left, right, node, False)
     if isinstance(node, ast.Attribute) and node.attr in ("T", "mT"):
         return _read(node.value, not flipped, kept)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FLIPS:
         return _read(node.func.value, not flipped, kept)
     if isinstance(node, ast.Name) and node.id in kept:
         found = _read(kept[node.id], flipped, {name: value for name, value in kept.items() if name != node.id})
-        return found if isinstance(found, Product) or found.change else Factor(node, flipped)
+        return found if isinstance(found, WrittenProduct) or found.change else Factor(node, flipped)
     if isinstance(node, ast.BinOp):
         sides = [_read(side, flipped, kept) for side in (node.left, node.right)]
-        products = [side for side in sides if isinstance(side, Product)]
+        products = [side for side in sides if isinstance(side, WrittenProduct)]
         if len(products) == 1 and isinstance(node.op, ast.Mult | ast.Div):
             return products[0]
         if len(products) == 1 and isinstance(node.op, ast.Add | ast.Sub):
@@ -209,7 +209,7 @@ class Saving:
 class _Computed:
     """A chain with the calls that compute it."""
 
-    chain: Product
+    chain: WrittenProduct
     sizes: dict[ast.expr, Size]
     """Of the products as they are written."""
     calls: dict[ast.expr, OperatorCall]
@@ -218,10 +218,10 @@ class _Computed:
     """On the same lines."""
 
     @staticmethod
-    def of(chain: Product, calls: list[OperatorCall], reading: Reading, flops: Integers) -> _Computed | None:
+    def of(chain: WrittenProduct, calls: list[OperatorCall], reading: Reading, flops: Integers) -> _Computed | None:
         """None where the calls do not tell the sizes, or where something else is computed between the products."""
         sizes, found = dict[ast.expr, Size](), dict[ast.expr, OperatorCall]()
-        lines: dict[int, list[Product]] = {}
+        lines: dict[int, list[WrittenProduct]] = {}
         for product in chain.products:
             lines.setdefault(product.site.lineno, []).append(product)
         near = [call for call in calls if call.place[1] in lines]
@@ -291,19 +291,19 @@ class _Computed:
                 )
         return None
 
-    def _calls(self, products: Iterable[Product]) -> list[OperatorCall]:
+    def _calls(self, products: Iterable[WrittenProduct]) -> list[OperatorCall]:
         found = {self.calls[product.site].node: self.calls[product.site] for product in products}
         return [*found.values()]
 
     def _saving(self, calls: list[OperatorCall], nanoseconds: float, advice: str) -> Saving:
         return Saving(costliest(calls).place, advice, nanoseconds, calls)
 
-    def _dims(self, node: Product) -> list[int] | None:
+    def _dims(self, node: WrittenProduct) -> list[int] | None:
         """Rows of the first factor, and columns of each; None where neighbours do not fit."""
         size = self.sizes[node.site]
         rows, between, columns = (size.r, size.q, size.p) if node.flipped else (size.p, size.q, size.r)
-        left = self._dims(node.left) if isinstance(node.left, Product) else [rows, between]
-        right = self._dims(node.right) if isinstance(node.right, Product) else [between, columns]
+        left = self._dims(node.left) if isinstance(node.left, WrittenProduct) else [rows, between]
+        right = self._dims(node.right) if isinstance(node.right, WrittenProduct) else [between, columns]
         if (
             left is None
             or right is None
@@ -313,9 +313,9 @@ class _Computed:
         return left + right[1:]
 
 
-def _nested(chain: Product) -> list[Product]:
+def _nested(chain: WrittenProduct) -> list[WrittenProduct]:
     """The products of a chain without those that are added to factors."""
-    sides = [side for side in (chain.left, chain.right) if isinstance(side, Product)]
+    sides = [side for side in (chain.left, chain.right) if isinstance(side, WrittenProduct)]
     return [*(product for side in sides for product in _nested(side)), chain]
 
 
@@ -336,7 +336,7 @@ def _size(call: OperatorCall) -> Size | None:
     return Size(max(math.prod(one[:-2]), math.prod(other[:-2])), one[-2], one[-1], other[-1])
 
 
-def _outer(outer: Product, inner: Product, size: Size, operations: int) -> Size | None:
+def _outer(outer: WrittenProduct, inner: WrittenProduct, size: Size, operations: int) -> Size | None:
     """The size of a product that has another one, or a sum with it, for a factor, from its operations."""
     first = outer.right if outer.flipped else outer.left
     p_by_r = size.p * size.r
