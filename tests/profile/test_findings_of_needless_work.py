@@ -90,6 +90,20 @@ def test_operators_that_compute_the_same_cost_the_same():
         assert costs.nanoseconds(f"aten::{name}", "forward", 5e5) == costs.nanoseconds(f"aten::{other}", "forward", 5e5)
 
 
+@pytest.mark.parametrize(("over", "found"), [("self.model.named_parameters()", True), ("self.texts.items()", False)])
+def test_a_loop_that_computes_something_new_for_each_parameter_is_found(over, found):
+    program = Program().model()
+    text = f"for name, value in {over}:\n    self.mean[name] = 0.9 * self.mean[name] + 0.1 * value\n"
+    program.sources = {FILE: text}
+    for name in ("mul", "add"):
+        count = 60 * program.steps
+        program.call(program.line(2), name, 10, count=count, inputs="float32[64] -> float32[64]", variants=1)
+    findings = program.found("optimizer")
+    assert len(findings) == found
+    if found:
+        only(findings, 2)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +131,40 @@ def test_a_line_that_converts_both_ways_is_found(line, found):
     node = program.call(program.line(2), "to", 1, count=300, inputs=inputs, variants=2)
     program.call(node, "_to_copy", 15, count=300)
     assert [finding.line for finding in program.found("layout")] == [2] * found
+
+
+@pytest.mark.parametrize(
+    ("mixed", "back", "found"),
+    [
+        ("float64[8,1,1,1], float32[8,3,48,48]", 100, True),
+        ("float64[8,3,48,48], float64[8,3,48,48]", 100, False),
+        ("float64[8,1,1,1], float32[8,3,48,48]", 1, False),
+    ],
+    ids=["mixed", "all in double", "taken back once"],
+)
+def test_single_precision_that_becomes_double_on_the_way_is_found(mixed, back, found):
+    program = Program().model()
+    for number, given in ((20, mixed), (21, "float64[8,3,48,48], float64[8,3,48,48]")):
+        program.call(program.line(number), "mul", 15, inputs=f"{given} -> float64[8,3,48,48]", variants=1)
+    inputs = "float64[8,3,48,48] -> float32[8,3,48,48]"
+    program.call(program.call(program.line(25), "to", 1, count=back, inputs=inputs, variants=1), "_to_copy", 4)
+    findings = program.found("layout")
+    assert len(findings) == found
+    if found:
+        assert "line 25 converts back" in only(findings, 20).evidence
+
+
+@pytest.mark.parametrize(("elements", "found"), [("600,600", True), ("300,300", False)])
+def test_a_sparse_tensor_that_becomes_dense_and_sparse_again_is_found(elements, found):
+    program = Program().model()
+    sparse = "float32[600,600] not strided"
+    program.call(program.line(20), "to_dense", 5, inputs=f"{sparse} -> float32[600,600]", variants=1)
+    made = f"float32[{elements}] -> float32[{elements}] not strided"
+    program.call(program.line(21), "to_sparse", 30, inputs=made, variants=1)
+    findings = program.found("layout")
+    assert len(findings) == found
+    if found:
+        only(findings, 21)
 
 
 @pytest.mark.parametrize(("graphed", "found"), [(100, True), (0, False)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds, named
 from shoestring.profile.findings import Finding
 
 TYPES = frozenset({"aten::to", "aten::type_as", "aten::_to_copy"})
@@ -26,6 +26,9 @@ _NAMED = {
 """What methods and types of torch convert to."""
 FEWEST = 4
 """Times that a conversion is made, at least, where it is not known how often each step makes it."""
+TO_DENSE, TO_SPARSE = named("to_dense"), named("to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr")
+IN_DOUBLE = 0.5
+"""Of the time of an operator in double precision, what single precision saves."""
 
 
 def conversions(reading: Reading) -> Iterator[Finding]:
@@ -36,6 +39,8 @@ def conversions(reading: Reading) -> Iterator[Finding]:
     copies = copying(reading)
     changing = [call for call in reading.calls if copies[call.node] and call.place[0] and call.direct]
     yield from _types(reading, [call for call in changing if call.name in TYPES])
+    yield from _promoted(reading)
+    yield from _sparse(reading)
     functions: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in changing:
         if call.name in LAYOUTS:
@@ -74,6 +79,52 @@ def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
         if group:
             both = any(call.given and call.made and len(_pairs(reading, call)) > 1 for call in group)
             yield from _function(reading, "data type", group, to_and_fro=both)
+
+
+def _promoted(reading: Reading) -> Iterator[Finding]:
+    """Operators that make double precision of single precision because another factor has it, and is taken back."""
+    calls = [call for call in reading.calls if call.made and call.place[0]]
+    sources = [
+        call
+        for call in calls
+        if call.direct and call.name not in TYPES and call.made[0].dtype == "float64" and call.elements > 1
+        if any((kind.dtype, kind.elements) == ("float32", call.made[0].elements) for kind in call.given)
+    ]
+    sizes = {call.made[0].elements for call in sources}
+    back = [
+        call
+        for call in calls
+        if call.name in TYPES and call.made[0].elements in sizes and call.made[0].dtype == "float32"
+        if call.given[0].dtype == "float64" or reading.tree.variants[call.node] > 1
+        if call.count >= max(0.5 * reading.steps, FEWEST)
+    ]
+    if not back:
+        return
+    wide = [call for call in calls if call.made[0].dtype == "float64" and call.made[0].elements in sizes]
+    taken = sum(call.time for call in wide)
+    nodes = [call.node for call in wide + back]
+    saves = reading.gain("layout", IN_DOUBLE * taken + sum(call.time for call in back), nodes)
+    if saves.expected >= MATTERS:
+        yield reading.finding(
+            "single precision becomes double precision on the way",
+            costliest(sources).place,
+            f"{', '.join(dict.fromkeys(call.name.removeprefix('aten::') for call in wide))} compute in float64, which"
+            f" takes {milliseconds(taken)}, {reading.share(taken):.0%} of the time, because one of the tensors on this"
+            f" line has it; line {costliest(back).place[1]} converts back.",
+            "Keep that tensor in float32: convert it once, where it is made.",
+            saves,
+            nodes,
+        )
+
+
+def _sparse(reading: Reading) -> Iterator[Finding]:
+    """Sparse tensors that become dense ones and sparse again."""
+    often = [call for call in reading.calls if call.direct and call.count >= max(0.5 * reading.steps, FEWEST)]
+    dense = [call for call in often if call.name in TO_DENSE and call.place[0]]
+    sizes = {call.elements for call in dense}
+    sparse = [call for call in often if call.name in TO_SPARSE and call.place[0] and call.elements in sizes]
+    if sparse:
+        yield from _function(reading, "sparse layout", [*dense, *sparse], to_and_fro=True)
 
 
 def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:

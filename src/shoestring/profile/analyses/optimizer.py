@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from shoestring.profile.analyses import costs
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest, milliseconds, named
+from shoestring.profile.analyses.statements import called
 from shoestring.profile.findings import Finding
 
 UPDATES = named("add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ sign_ clamp_ fill_")
+FUNCTIONAL = named("add sub mul div lerp addcmul addcdiv")
+PARAMETERS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
+"""Methods of modules that give what a loop goes through."""
 _COUNTED = {"SGD": "add", "RMSprop": "addcdiv", "Adagrad": "addcdiv"}
 """The operator that each optimizer calls once for each parameter; `addcdiv_` for the others."""
 FOREACH = 0.6
@@ -128,9 +133,18 @@ def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
         if call.node not in inside and call.place[0] and call.direct and often and not call.graphed:
             functions.setdefault(call.frame, []).append(call)
     for calls in functions.values():
-        updates = [call for call in calls if call.name in UPDATES and not call.dense]
+        updates = [call for call in calls if call.name in UPDATES or _replaces(reading, call)]
         if updates and not any(call.name in ("aten::item", "aten::select") for call in calls):
             yield from _loop(reading, [call for call in calls if not call.dense], updates)
+
+
+def _replaces(reading: Reading, call: OperatorCall) -> bool:
+    """Whether it computes something for each parameter in turn, such as its average."""
+    text = reading.syntax(call.place[0])
+    statement = text.at(call.place[1]) if text else None
+    loop = text.loop(statement) if text and statement else None
+    over = called(loop.iter) if isinstance(loop, ast.For) else set()
+    return call.name in FUNCTIONAL and call.elements > 1 and bool(over & PARAMETERS)
 
 
 def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCall]) -> Iterator[Finding]:
