@@ -69,6 +69,7 @@ def test_each_message(table, message, hint):
 
 def test_types_in_words():
     assert describe(tuple[float, float]) == "a list of 2 numbers"
+    assert describe(tuple[Literal["a", "b"], ...]) == 'a list, each one of "a", "b"'
     assert describe(bool | str) == "true or false or a string"
 
 

@@ -82,7 +82,9 @@ def describe(kind: Any) -> str:
         return "a list of tables"
     if get_origin(kind) is tuple:
         parts = get_args(kind)
-        inside = words.get(parts[0], "values").removeprefix("a ")
+        if get_origin(parts[0]) is Literal:
+            return f"a list, each {describe(parts[0])}"
+        inside = words.get(parts[0], "a value").removeprefix("a ")
         return f"a list of {inside}s" if parts[-1] is Ellipsis else f"a list of {len(parts)} {inside}s"
     return " or ".join(describe(part) for part in get_args(kind))
 

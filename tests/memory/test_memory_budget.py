@@ -195,6 +195,15 @@ def test_what_is_held_is_not_computed_again():
     assert without == held < again
 
 
-def test_wrong_names_of_operators_are_refused():
-    with pytest.raises(ConfigError, match="names no operator"), ss.Job(tiny(vocab_size=512)) as job:
-        ss.compose(job, [Recompute(keep=("mm:0",)), optim.AdamW()])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"keep": ("mm:0",)}, "names no operator"),
+        ({"keep": ("adddmm",)}, "names no operator of torch: 'adddmm'"),
+        ({"blocks": 9}, "must be at most 4"),
+        ({"blocks": 3, "every": 2}, "must be at most 2"),
+    ],
+)
+def test_operators_and_blocks_that_are_not_there_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said), ss.Job(tiny(vocab_size=512)) as job:
+        ss.compose(job, [Recompute(**settings), optim.AdamW()])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -47,6 +49,12 @@ def call_name(func: Any, index: int) -> str:
 def operator_name(func: Any) -> str:
     """Of an overload of `torch.ops.aten`: its name without namespace and overload."""
     return func.overloadpacket.__name__
+
+
+@cache
+def operators() -> frozenset[str]:
+    """Names of all operators that are registered, without namespace and overload."""
+    return frozenset(re.sub(r"^.*::|\..*$", "", name) for name in torch._C._dispatch_get_all_op_names())
 
 
 def contexts_holding(names: tuple[str, ...]) -> Callable[[], tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar
 
 from shoestring.core.errors import ConfigError
@@ -32,6 +33,7 @@ class Recompute(Feature):
     seams: ClassVar = (Seam.MODEL,)
 
     def check(self, job: Job) -> None:
+        from shoestring.memory.recompute import operators
         from shoestring.models.blocks import repeated
 
         if self.every < 1:
@@ -41,7 +43,14 @@ class Recompute(Feature):
         for call in self.keep:
             if not _CALL.fullmatch(call):
                 raise ConfigError(f"`{self.name}.keep` names no operator: {call!r}", hint='write "addmm", or "addmm:2"')
-        if not repeated(job.model):
+            if (operator := call.partition(":")[0]) not in operators():
+                close = get_close_matches(operator, operators(), n=1)
+                hint = f"did you mean `{close[0]}`?" if close else "names are those of torch.ops.aten"
+                raise ConfigError(f"`{self.name}.keep` names no operator of torch: {operator!r}", hint=hint)
+        blocks = -(-len(repeated(job.model)) // self.every)
+        if self.blocks > blocks > 0:
+            raise ConfigError(f"`{self.name}.blocks` must be at most {blocks}, as many as there are, got {self.blocks}")
+        if not blocks:
             raise ConfigError(
                 f"{self.name} finds no blocks in {type(job.model).__name__}", hint="put its layers in an nn.ModuleList"
             )
