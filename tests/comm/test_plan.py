@@ -12,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import choosing_ranks
 
+import shoestring as ss
+from shoestring import comm
 from shoestring.cli import main
 from shoestring.comm import Auto
 from shoestring.comm.auto import cost_model
@@ -28,6 +31,7 @@ from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.powersgd import PowerSGDCodec
 from shoestring.comm.exchange.coordinator import deal_cohorts
 from shoestring.comm.selection.selective import SelectiveCodec
+from shoestring.comm.settings.auto import parse_method
 from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
@@ -257,12 +261,33 @@ def test_codecs_are_written_as_calls():
         ("powersgd(rank=open('x'))", "cannot read"),
         ("import os", "cannot read"),
         ("powersgd(parts=2)", "no setting `parts`"),
+        ("powersgd(rank='x')", "`powersgd.rank` must be a whole number, got 'x'"),
+        ("quantize(bits=3)", '`quantize.bits` must be one of "8", "4", got 3'),
+        ("localsgd(every='x')", "`localsgd.every` must be a whole number"),
+        ("topk(wire='fp8')", "`topk.wire` cannot be 'fp8'"),
     ],
 )
 def test_wrong_calls_say_what_is_near(call, words):
     with pytest.raises(ConfigError) as caught:
-        parse_exchange(call)
+        parse_method(call)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        comm.RandomK(block=0),
+        comm.DGC(lr=-1.0),
+        comm.DGC(momentum=2.0),
+        comm.DGC(warmup=-3),
+        comm.DGC(clip=-1.0),
+        comm.DGC(weight_decay=-0.1),
+    ],
+    ids=lambda feature: feature.name,
+)
+def test_numbers_out_of_range_are_refused(feature):
+    with pytest.raises(ConfigError, match="must"):
+        ss.compose(ss.Job(nn.Linear(4, 4)), [feature])
 
 
 # -- selective compression --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import checkpoint, optim, parallel
+from shoestring import checkpoint, comm, optim, parallel
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, order_of_application
@@ -143,6 +143,11 @@ def test_ranks_that_nothing_keeps_equal_are_refused():
     for features, dimension in (([], HOSTS), ([parallel.FSDP(hosts="leave")], HOSTS)):
         with pytest.raises(ConfigError, match=f"2 ranks over {dimension}, but nothing keeps their models equal"):
             compose(Job(linear(), world=world), features)
+
+
+def test_a_setting_that_is_none_of_its_choices_is_refused_in_a_program_too():
+    with pytest.raises(ConfigError, match=r"`comm.quantize.bits` cannot be 3 \(hint: valid: \(8, 4\)\)"):
+        compose(Job(linear()), [comm.Quantize(bits=3), optim.AdamW()])
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["while composing", "while training"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ def _check_features(features: Sequence[object]) -> None:
             raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
         if not isinstance(feature, Feature):
             raise ConfigError(f"{feature!r} is no feature", hint="give objects such as `optim.Clip()`")
+        for name, kind in get_type_hints(type(feature)).items():
+            if get_origin(kind) is Literal and (value := getattr(feature, name)) not in get_args(kind):
+                raise ConfigError(f"`{feature.name}.{name}` cannot be {value!r}", hint=f"valid: {get_args(kind)}")
 
 
 def _check_replicas(job: Job, features: Sequence[Feature]) -> None:

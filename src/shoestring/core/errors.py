@@ -30,8 +30,7 @@ class ShoestringError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        message = super().__str__()
-        return f"{message} (hint: {self.hint})" if self.hint else message
+        return super().__str__() + (f" (hint: {self.hint})" if self.hint else "")
 
     def parts(self) -> list[str]:
         """[class, message, hint], to raise the same error on another rank with `from_parts`."""
@@ -40,8 +39,7 @@ class ShoestringError(Exception):
     @staticmethod
     def from_parts(parts: list[str], prefix: str = "") -> ShoestringError:
         name, message, hint = parts
-        kind = globals().get(name, ShoestringError)
-        return kind(prefix + message, hint=hint)
+        return globals().get(name, ShoestringError)(prefix + message, hint=hint)
 
 
 class ConfigError(ShoestringError):

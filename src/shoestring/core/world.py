@@ -191,8 +191,7 @@ class World:
 
     def decide(self, work: Callable[[], Any]) -> Any:
         """Do `work` on the first rank; its result (of JSON types), or its ShoestringError, is every rank's."""
-        result = self.agree(lambda: work() if self.first else None)
-        return json.loads(self.broadcast(json.dumps(result).encode()))
+        return json.loads(self.broadcast(json.dumps(self.agree(lambda: work() if self.first else None)).encode()))
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         if not data:

@@ -12,6 +12,7 @@ from shoestring.comm.settings.per_step import Dense, Exchange
 from shoestring.comm.settings.worth import estimate_worth
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, Feature, Reduction, Seam
+from shoestring.settings import structure
 
 if TYPE_CHECKING:
     from shoestring.comm.auto.decision import Candidate
@@ -202,7 +203,7 @@ def parse_method(call: str) -> Exchange | LocalSteps:
     """Build the settings that `call` writes: a codec, or local steps such as "localsgd(every=8)" of single ranks.
 
     Raises:
-        ConfigError: there is no such method or setting.
+        ConfigError: there is no such method, setting or value.
     """
     name, settings = parse_call(call)
     local: Mapping[str, type[LocalSteps]] = {each.__name__.lower(): each for each in (LocalSGD, DiLoCo, SparseLoCo)}
@@ -212,5 +213,4 @@ def parse_method(call: str) -> Exchange | LocalSteps:
     for key in settings:
         if key not in known:
             raise ConfigError(f"`comm.auto.allow`: `{name}` has no setting `{key}` here", hint=nearest(key, known))
-    values: dict[str, Any] = settings | {"replica": "rank"}
-    return local[name](**values)
+    return structure(settings | {"replica": "rank"}, local[name], name, "`comm.auto.allow`")

@@ -9,13 +9,14 @@ from shoestring.comm.settings import per_step
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import Seam
+from shoestring.settings import structure
 
 
 def parse_exchange(call: str, where: str = "comm.auto.allow") -> Exchange:
     """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)"; `where` is for messages.
 
     Raises:
-        ConfigError: there is no such codec or setting.
+        ConfigError: there is no such codec, setting or value.
     """
     name, settings = parse_call(call, where)
     features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
@@ -27,8 +28,9 @@ def parse_exchange(call: str, where: str = "comm.auto.allow") -> Exchange:
     known = [field.name for field in fields(codecs[name]) if field.name not in common]
     for key in settings:
         if key not in known:
-            raise ConfigError(f"`{where}`: `{name}` has no setting `{key}` here", hint=nearest(key, known))
-    return codecs[name](**settings)
+            hint = nearest(key, known) if known else f'it has none: write "{name}"'
+            raise ConfigError(f"`{where}`: `{name}` has no setting `{key}` here", hint=hint)
+    return structure(settings, codecs[name], name, f"`{where}`")
 
 
 def parse_call(call: str, where: str = "comm.auto.allow") -> tuple[str, dict[str, object]]:

@@ -249,6 +249,8 @@ class RandomK(Exchange):
     def check(self, job: Job) -> None:
         super().check(job)
         check_density(self.name, self.density)
+        if self.block < 1:
+            raise ConfigError(f"`{self.name}.block` must be at least 1, got {self.block}")
 
     def make_codec(self) -> Codec:
         from shoestring.comm.codecs.randomk import RandomKCodec
@@ -295,6 +297,13 @@ class DGC(Exchange):
     def check(self, job: Job) -> None:
         super().check(job)
         check_density(self.name, self.density)
+        if not self.lr > 0:
+            raise ConfigError(f"`{self.name}.lr` must be above 0, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"`{self.name}.momentum` must be at least 0 and below 1, got {self.momentum}")
+        for name in ("weight_decay", "warmup", "clip"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
         if self.budget_kb or self.select != "auto":
             raise ConfigError(
                 f"`{self.name}` accumulates momentum, which cannot wait for a budget", hint="use [comm.topk]"
