@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shoestring.profile.lines import IMPORTS, by_line, import_time, without_imports
-from shoestring.profile.python_samples import Samples
+from shoestring.profile.python_samples import _IMPORTING, Samples
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.summary import summary
 from shoestring.profile.tree import TreeBuilder
@@ -43,3 +43,16 @@ def test_packages_are_apart_and_modules_of_the_program_are_not(modules):
     assert "importing packages took 4 s" in text
     assert text.count("50.0%") == 2
     assert IMPORTS not in text
+
+
+def test_rare_lines_of_the_program_keep_their_time_however_much_is_imported(modules):
+    seen, frame = Samples(), sys._getframe()
+    seen.counts[0], seen.known = 0, {}
+    for _ in range(3):
+        seen.add(frame)
+    seen.known[0, *_IMPORTING] = len(seen.counts)
+    seen.counts.append(997)
+    builder = TreeBuilder()
+    seen.share_out(builder, 1e9)
+    (own,) = [own.python for (file, _), own in by_line(builder.build()).items() if file == __file__]
+    assert own == pytest.approx(3e6, rel=1e-6)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoestring.profile import profiled
+from shoestring.profile.lines import by_line
 from shoestring.profile.tree import NodeKind
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -129,6 +131,23 @@ def test_spans_may_overlap_and_still_all_time_is_somewhere_once():
     assert sum(tree.count[node] for node in operators(tree, "aten::exp")) == 3
     assert (tree.own[tree.kind != NodeKind.PYTHON] >= 0).all()
     assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.02)
+
+
+def test_python_within_a_span_is_on_the_lines_that_run_and_not_the_operators_time():
+    with profiled() as result, torch.profiler.record_function("prepare"):
+        torch.ones(3).exp()
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+    tree = result.profile.tree
+    lines = {line: each for (file, line), each in by_line(tree).items() if file == __file__}
+    first = test_python_within_a_span_is_on_the_lines_that_run_and_not_the_operators_time.__code__.co_firstlineno
+    waiting = sum(each.python for line, each in lines.items() if line - first in (4, 5))
+    assert waiting > 0.8 * 0.5e9
+    assert sum(each.forward for each in lines.values()) < 0.1e9
+    (span,) = [n for n in range(len(tree)) if tree.kind[n] == NodeKind.SPAN]
+    assert tree.own[span] < 0.1e9 and tree.inclusive[span] > 0.45e9
+    assert (tree.own >= 0).all()
 
 
 def test_what_follows_a_collective_that_goes_on_does_not_run_within_it(tmp_path):

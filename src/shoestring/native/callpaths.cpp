@@ -1053,10 +1053,17 @@ void callpaths_cost(uint32_t thread, uint64_t* cost) {
     cost[2] = everybody[thread]->events;
 }
 
-// How many operators run now in the thread that Python knows as `ident` and that began a profile.
+// What the thread that Python knows as `ident`, and that began a profile, is in: the node of the innermost span, ~0 for
+// an operator or a function of the backward pass, and 0 for neither.
 uint32_t callpaths_inside(uint64_t ident) {
-    for (uint32_t i = 0; i < known; i++)
-        if (everybody[i]->lasting && everybody[i]->ident == ident) return everybody[i]->depth;
+    for (uint32_t i = 0; i < known; i++) {
+        Thread& one = *everybody[i];
+        if (!one.lasting || one.ident != ident) continue;
+        uint32_t depth = one.depth;
+        if (!depth) return 0;
+        const Open& open = one.open[std::min(depth, OPERATORS) - 1];
+        return depth <= OPERATORS && one.at(open.node).kind == SPAN ? open.node : ~0u;
+    }
     return 0;
 }
 

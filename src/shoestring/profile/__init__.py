@@ -137,8 +137,9 @@ def profiled(
         yield result
     finally:
         if os.getpid() == process:  # a fork that ends in here has nothing to say
+            recorded = collector.stop().profile()  # first, so that it does not see what follows
             jax.finish()
-            profile = jax.added_to(collector.stop().profile())
+            profile = jax.added_to(recorded)
             facts = replace(profile.facts, inside=list(inside))
             result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
             if path is not None:

@@ -21,7 +21,7 @@ from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.spans import SpanListener
-from shoestring.profile.tree import CallTree, TreeBuilder
+from shoestring.profile.tree import CallTree, NodeKind, TreeBuilder
 from shoestring.profile.windows import Spent, Windows
 
 
@@ -78,7 +78,7 @@ class Collector:
         self.kernels = TorchWindows(EventFold(timed=False)) if torch.cuda.is_available() else None
         self.happenings, self.clock = Happenings(), StepClock(self._stepped)
         self.surroundings = Surroundings(self.clock, self.ident)
-        self.sampler = PythonSampler([self.ident] if self.frames else [], self._busy, self._tick)
+        self.sampler = PythonSampler([self.ident] if self.frames else [], self._span, self._tick)
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.hooks.enter_context(listening(SpanListener(self.library)))
@@ -116,7 +116,11 @@ class Collector:
         overhead = int(mine.cost[0]) * tick / 1e9 if mine else 0.0
         if self.frames:
             outside = seconds * 1e9 - overhead * 1e9 - (mine.outermost * tick if mine else 0.0)
-            self.sampler.seen.share_out(builder, max(outside, 0.0))
+            own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is mine), {})
+            for span, seen in self.sampler.seen.items():
+                if span in own and builder.rows[own[span]][1] == NodeKind.SPAN:
+                    seen.share_out(builder, builder.numbers[own[span]]["own"], own[span])
+            self.sampler.seen[0].share_out(builder, max(outside, 0.0))
         if self.kernels is not None:
             builder.graft(self.kernels.fold.builder.build())
         tree = builder.build()
@@ -151,8 +155,11 @@ class Collector:
         ticks = sum(int(native_tree.cost(library, thread)[0]) for thread in range(library.callpaths_threads()))
         return Spent(ticks * library.callpaths_nanoseconds() / 1e9, time.process_time(), self.sampler.seconds)
 
-    def _busy(self, ident: int) -> bool:
-        return bool(self.library.callpaths_inside(ident)) or (self.windows is not None and not self.windows.recording)
+    def _span(self, ident: int) -> int | None:
+        """See `PythonSampler`."""
+        unknown = self.windows is not None and not self.windows.recording
+        inside = native_tree.INSIDE if unknown else self.library.callpaths_inside(ident)
+        return None if inside == native_tree.INSIDE else inside
 
     def _tick(self) -> None:
         seconds = time.perf_counter() - self.began

@@ -16,6 +16,7 @@ from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, withou
 
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)|/bin/shoestring$")
+_STARTS = re.compile(r"^<frozen runpy>|/runpy\.py\t|/bin/shoestring\t")
 _COMPILED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z0-9]{51}\.py$")
 """Files that torch.compile writes, in its own folder or in another that it was told to use."""
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -114,11 +115,16 @@ def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
     Where no line of the program's own is above, it is the nearest one of a package that is no framework, or of any.
     """
     nearest = tree.nearest(own_lines(tree, inside))
-    for others in (_lines_where(tree, None, _FRAMEWORKS), _lines_where(tree, None)):
+    for others in (_lines_where(tree, None, _FRAMEWORKS), _lines_where(tree, None) & ~_starting(tree)):
         if (nearest >= 0).all():
             break
         nearest = np.where(nearest >= 0, nearest, tree.nearest(others))
     return nearest
+
+
+def _starting(tree: CallTree) -> NDArray[np.bool_]:
+    """Which nodes are of what starts a program, and records it."""
+    return np.array([bool(_STARTS.search(name)) or name.startswith(_WATCHING) for name in tree.names])[tree.name]
 
 
 def in_backward(tree: CallTree) -> NDArray[np.bool_]:
@@ -139,15 +145,13 @@ def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int],
         line = lines.setdefault(tree.place(int(nearest[node])), LineTime())
         own = int(tree.own[node])
         line.variance += float(tree.own_variance[node])
-        if tree.kind[node] == NodeKind.PYTHON:
+        if tree.kind[node] in (NodeKind.PYTHON, NodeKind.SPAN):
             line.python += own
             continue
         if behind[node]:
             line.backward += own
         else:
             line.forward += own
-        if tree.kind[node] == NodeKind.SPAN:
-            continue
         name = tree.label(int(node))
         line.operators[name] = line.operators.get(name, 0) + own
     return lines

@@ -24,7 +24,7 @@ def library() -> Any:
     library = native.load("callpaths")
     library.callpaths_start.argtypes = [ctypes.c_int]
     library.callpaths_nanoseconds.restype = ctypes.c_double
-    library.callpaths_inside.argtypes = [ctypes.c_uint64]
+    library.callpaths_inside.argtypes, library.callpaths_inside.restype = [ctypes.c_uint64], ctypes.c_uint32
     library.callpaths_ident.restype = library.callpaths_name.restype = ctypes.c_uint64
     library.callpaths_name.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64]
     library.callpaths_read.argtypes = [ctypes.c_uint32, ctypes.c_uint32, *[ctypes.c_void_p] * 3]
@@ -56,7 +56,7 @@ class ThreadData:
 
     @property
     def outermost(self) -> int:
-        """Ticks of operators that no other contains."""
+        """Ticks of operators and spans that no other contains."""
         return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: ThreadData) -> None:
@@ -125,6 +125,8 @@ class ThreadData:
         return own
 
 
+INSIDE = 2**32 - 1
+"""What `callpaths_inside` returns within an operator."""
 _SUMMED = [0, 1, 2, 5]
 """Columns of `ThreadData.numbers` that add up over calls."""
 

@@ -19,7 +19,7 @@ DEEPEST = 192
 """Python frames of a sample; of deeper stacks the outermost are kept."""
 
 RARE = 0.01
-"""Of all samples; a line with fewer is counted with its caller, so that a tree does not grow with time."""
+"""Of all samples; a line of a library with fewer is counted with its caller, so that a tree does not grow with time."""
 
 
 _BOOTSTRAP = "<frozen importlib."
@@ -69,29 +69,55 @@ class Samples:
                 self.counts.append(0)
         self.counts[node] += 1
 
-    def share_out(self, builder: TreeBuilder, nanoseconds: float) -> None:
-        """Give the time outside operators to the lines that samples were taken at."""
-        total = sum(self.counts)
-        if not total:
+    def share_out(self, builder: TreeBuilder, nanoseconds: float, span: int = 0) -> None:
+        """Give time outside operators to the lines that samples were taken at.
+
+        Args:
+            nanoseconds: all of it.
+            span: the node below which these samples were taken, and whose own time this is; what called it is above it
+                already.
+        """
+        if not span:
             builder.add(0, own=round(nanoseconds))
-            return
-        counts = list(self.counts)
-        for (parent, _, _), node in reversed(self.known.items()):
-            if parent and counts[node] < RARE * total:
-                counts[parent] += counts[node]
-                counts[node] = 0
-        places = [0] * len(counts)
+        total, counts = sum(self.counts), self._kept()
         wanted = list(map(bool, counts))
         for (parent, _, _), node in reversed(self.known.items()):
             wanted[parent] |= wanted[node]
+        above = _lines_above(builder, span)
+        places, level = [span] * len(counts), [0] * len(counts)
         for (parent, code, line), node in self.known.items():
             if not wanted[node]:
                 continue
-            name = f"{code.co_filename}\t{code.co_qualname}"
+            name, at = f"{code.co_filename}\t{code.co_qualname}", level[parent]
+            if places[parent] == span and above[at : at + 1] == [(name, line)]:
+                level[node] = at + 1
+                continue
+            level[node] = len(above)
             places[node] = builder.node(places[parent], NodeKind.PYTHON, name, line)
             share = counts[node] / total
-            variance = nanoseconds**2 * share * (1 - share) / total
-            builder.add(places[node], own=round(nanoseconds * share), own_variance=variance)
+            own, variance = int(nanoseconds * share), nanoseconds**2 * share * (1 - share) / total
+            builder.add(places[node], own=own, own_variance=variance)
+            builder.add(span, own=-own)
+
+    def _kept(self) -> list[int]:
+        """Samples by node, those of rare lines of libraries with what called them."""
+        counts = list(self.counts)
+        imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
+        for (parent, code, _), node in reversed(self.known.items()):
+            if parent and counts[node] < RARE * (sum(self.counts) - imports) and package_of(code.co_filename):
+                counts[parent] += counts[node]
+                counts[node] = 0
+        return counts
+
+
+def _lines_above(builder: TreeBuilder, node: int) -> list[tuple[str, int]]:
+    """The lines that a node is below, as (file and function, line), the outermost first."""
+    names, lines = list(builder.names), []
+    while node > 0:
+        node, kind, name, line, _ = builder.rows[node]
+        if kind == NodeKind.PYTHON:
+            lines.append((names[name], line))
+    return lines[::-1]
 
 
 class PythonSampler(threading.Thread):
@@ -99,14 +125,15 @@ class PythonSampler(threading.Thread):
 
     Args:
         threads: Python's identifiers of those that are watched.
-        inside: whether a thread runs an operator now, or nobody would know.
+        span: the innermost span that a thread is in, 0 where it is in none; None where it runs an operator now, or
+            nobody would know.
         tick: is called before each sample.
     """
 
-    def __init__(self, threads: Sequence[int], inside: Callable[[int], bool], tick: Callable[[], None]) -> None:
+    def __init__(self, threads: Sequence[int], span: Callable[[int], int | None], tick: Callable[[], None]) -> None:
         super().__init__(name="shoestring-profile", daemon=True)
-        self.watched, self.inside, self.tick = list(threads), inside, tick
-        self.seen = Samples()
+        self.watched, self.span, self.tick = list(threads), span, tick
+        self.seen = {0: Samples()}
         self.interval = SHORTEST
         self.seconds = 0.0  # of the processor, for this thread
         self.ending = threading.Event()
@@ -115,11 +142,13 @@ class PythonSampler(threading.Thread):
         while not self.ending.wait(self.interval):
             self.interval = min(LONGEST, self.interval * 1.01)
             self.tick()
-            watched = [ident for ident in self.watched if not self.inside(ident)]
+            watched = {ident: span for ident in self.watched if (span := self.span(ident)) is not None}
             frames = sys._current_frames() if watched else {}
-            for ident in watched:
+            if self.ending.is_set():  # what is seen is who waits for the end
+                return
+            for ident, span in watched.items():
                 if (frame := frames.get(ident)) is not None:
-                    self.seen.add(frame)
+                    self.seen.setdefault(span, Samples()).add(frame)
             self.seconds = time.thread_time()
 
     def finish(self) -> None:

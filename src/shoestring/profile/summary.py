@@ -52,7 +52,7 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
 def _headline(profile: Profile) -> Iterator[str]:
     tree, facts = profile.tree, profile.facts
     own, behind = tree.own, in_backward(tree)
-    python = tree.kind == NodeKind.PYTHON
+    python = np.isin(tree.kind, (NodeKind.PYTHON, NodeKind.SPAN))
     forward, backward = (seconds(own[~python & ~root(tree) & (behind == side)].sum()) for side in (False, True))
     ranks = f" on {len(profile.ranks.labels)} ranks" if profile.ranks else ""
     title = command(facts)
