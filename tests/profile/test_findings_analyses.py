@@ -226,13 +226,21 @@ def test_what_more_workers_would_save_is_not_told(kind):
     assert only(program.found("loading"), 30).limit == (kind == "_MultiProcessingDataLoaderIter")
 
 
-def test_waiting_for_a_generator_of_ones_own_is_found_where_the_text_is_a_loop():
+@pytest.mark.parametrize(
+    ("line", "body", "found"),
+    [
+        ("for batch in read(store): train(batch)", "yield 1", True),
+        ("for batch in map(read, files): train(batch)", "return 1", True),
+        ("y = read(store)", "yield 1", False),
+        ("for _ in range(100): read(store)", "return 1", False),
+        ("for row in read(store).topk(4).values: show(row)", "return 1", False),
+    ],
+)
+def test_waiting_for_a_generator_of_ones_own_is_found_where_the_text_is_a_loop(line, body, found):
     program = Program().model()
-    program.sources = {FILE: "\n" * 14 + "    for batch in read(store):\n"}
+    program.sources = {FILE: "\n" * 14 + f"{line}\n\ndef read(store):\n    {body}\n"}
     program.line(80, "read", above=program.line(15), python=30)
-    only(program.found("loading"), 15)
-    program.sources = {FILE: "\n" * 14 + "    y = read(store)\n"}
-    assert program.found("loading") == []
+    assert [finding.line for finding in program.found("loading")] == [15] * found
 
 
 def converted(*pairs):

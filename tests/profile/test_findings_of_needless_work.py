@@ -118,6 +118,14 @@ def test_a_gradient_in_another_layout_is_said_to_be_in_one(layout, advice):
     assert advice in only(program.found("imbalance"), 20).advice
 
 
+def test_rows_that_attention_needs_are_used():
+    program = Program().model(20)
+    shapes = "float32[8,96,64], float32[192,64], float32[64,64] -> float32[8,96,64]"
+    program.call(program.line(20), "_native_multi_head_attention", 60, flops=10**9, inputs=shapes, variants=1)
+    program.call(program.line(21), "select", 1, inputs="float32[8,96,64] -> float32[8,64]", variants=1)
+    assert program.found("hotspot") == []
+
+
 # -- conversions ------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +289,9 @@ def test_a_wait_right_after_another_function_began_is_found_on_its_line_and_the_
 @pytest.mark.parametrize("communicates", [True, False])
 def test_what_another_rank_makes_is_not_waited_for_as_a_batch(communicates):
     program = Program().model()
-    program.sources = {FILE: "\n" * 14 + "    for weight in layers(store):\n"}
+    program.sources = {
+        FILE: "\n" * 14 + "for weight in layers(store): use(weight)\n\ndef layers(store):\n    yield store\n"
+    }
     inner = program.line(80, "layers", above=program.line(15), python=30)
     if communicates:
         program.builder.add(program.builder.node(inner, NodeKind.OPERATOR, "c10d::recv_"), count=10)

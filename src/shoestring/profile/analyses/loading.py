@@ -19,6 +19,8 @@ _OWN_LOADER = re.compile(
 _IN_WORKERS = re.compile(r"\t_MultiProcessingDataLoaderIter\.")
 _WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
 _COMMUNICATES = re.compile(r"^(c10d::|_c10d_functional::)|/torch/distributed/distributed_c10d\.py\t")
+COMPUTES = 0.7
+"""Processor time over time, from which on the program computes and does not wait for files or a network."""
 LARGE = 0.2
 """Share of the time that is waited, from which on it is worth a change."""
 
@@ -62,7 +64,10 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
     where = ""
     if slowest is not None and slowest[0]:
         where = f"; {milliseconds(lines[slowest])} of it at {slowest[0].rsplit('/', 1)[-1]}:{slowest[1]}"
-    saves = reading.gain("loading", taken, nodes)
+    facts = reading.profile.facts
+    computes = facts.processor > COMPUTES * facts.seconds  # workers compute no faster than there are cores
+    saved = taken * (1 - 1 / facts.cores) if computes and facts.cores > 1 else taken
+    saves = reading.gain("loading", saved, nodes)
     if waited > 0.5 * taken or (inside & reading.matching(_IN_WORKERS)).any():
         saves = replace(saves, told=False)  # more workers need more processors, which may not be there
     if waited > 0.5 * taken:

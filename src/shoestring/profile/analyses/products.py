@@ -36,6 +36,8 @@ ADVICE = {
     NOT_USED: "About {share:.0f}% of its rows are left out by what is computed with them: select those that are needed"
     " before the product.",
 }
+BY_ROWS = named("linear addmm mm matmul bmm")
+"""Products of which each row of the result needs one row only of what is given: attention needs all."""
 LEAVES_OUT = named(
     "cross_entropy_loss nll_loss nll_loss_nd select slice narrow index index_select masked_select gather"
 )
@@ -95,7 +97,7 @@ def _texts(reading: Reading, node: int) -> list[str]:
 
 def _unused(reading: Reading, call: OperatorCall) -> float:
     """Share of what a product makes that is left out by all that is given it."""
-    consumers = _consumers(reading, call)
+    consumers = _consumers(reading, call) if call.name in BY_ROWS else []
     if not consumers or any(each.name not in LEAVES_OUT for each in consumers):
         return 0.0
     if call.backward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from statistics import mode
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def _small_operators(reading: Reading) -> Iterator[Finding]:
 
 
 def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterator[Finding]:
-    runs = max(call.count for call in calls)
+    runs = mode(sorted(call.count for call in calls))
     often = [call for call in calls if call.count >= 0.5 * runs]
     each = runs / reading.steps
     taken = sum(call.time for call in often)
@@ -121,8 +122,8 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     yield reading.finding(
         "a Python loop calls small operators one at a time",
         place,
-        f"The loop runs {each:.0f} times a step; its operators take {milliseconds(taken)} and Python between them"
-        f" {milliseconds(python)}, {reading.share(taken + python):.0%} of the time together.",
+        f"The loop runs {each:.0f} times{' a step' * (reading.steps > 1)}; its operators take {milliseconds(taken)}"
+        f" and Python between them {milliseconds(python)}, {reading.share(taken + python):.0%} of the time together.",
         "Compute all at once on a tensor with one more dimension (a batch, torch.vmap), or compile the loop"
         " (torch.compile).",
         saves,

@@ -16,7 +16,7 @@ from shoestring.profile.analyses import costs, gains
 from shoestring.profile.analyses.gains import PredictedGain
 from shoestring.profile.analyses.statements import Text
 from shoestring.profile.findings import Finding
-from shoestring.profile.lines import in_backward, nearest_lines, without_imports
+from shoestring.profile.lines import in_backward, nearest_lines, package_of, without_imports
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals, without_native
 
@@ -38,6 +38,7 @@ _TRACING = re.compile(
     r"/torch/fx/experimental/proxy_tensor\.py\t|/torch/export/|"
     r"/jax/_src/(interpreters/(partial_eval|pxla|mlir)|compiler|pjit)\.py\t.*(trace|lower|compile|infer_params)"
 )
+_APPLY = {"map", "imap", "imap_unordered", "filter", "starmap"}
 _FOR = re.compile(r"\s*(async )?for\b.*\bin\b")
 _MODULE = re.compile(r"/torch/nn/modules/\w+\.py\t\w+\.forward$")
 
@@ -180,7 +181,20 @@ class Reading:
             self.lines[node] == node and bool(_FOR.match(self.text(self.place(node)))) for node in range(len(self.tree))
         ]
         called = np.array(loops)[self.tree.parent] & (self.tree.kind == NodeKind.PYTHON)
-        return called & (np.arange(len(self.tree)) > 0)
+        called[0] = False
+        for node in np.flatnonzero(called).tolist():
+            called[node] = self._iterates(node)
+        return called
+
+    def _iterates(self, node: int) -> bool:
+        """Whether a function that a line with a `for` calls makes what it goes through, and is not of its body."""
+        file, _, function = self.names(node).partition("\t")
+        name, package = function.rpartition(".")[2], package_of(file)
+        if package or name in ("__next__", "__iter__", "<genexpr>"):
+            return name == "__next__" or package != "torch"
+        text, (caller, line) = self.syntax(file), self.place(int(self.tree.parent[node]))
+        around = self.syntax(caller)
+        return bool(text and text.generates(name)) or bool(around and around.iterates_by(line) & _APPLY)
 
     def matching(self, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
         """Which nodes have a name in which the pattern is found."""

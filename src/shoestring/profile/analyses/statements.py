@@ -62,6 +62,16 @@ class Text:
                     found[scope] = None
         return list(found)
 
+    def generates(self, name: str) -> bool:
+        """Whether there is a generator of this name."""
+        functions = [node for node in ast.walk(self.module) if isinstance(node, Function) and node.name == name]
+        return any(isinstance(node, ast.Yield | ast.YieldFrom) for each in functions for node in ast.walk(each))
+
+    def iterates_by(self, line: int) -> set[str]:
+        """Names of the functions that a loop on this line calls for what it goes through."""
+        loops = [node for node in ast.walk(self.module) if isinstance(node, ast.For | ast.AsyncFor)]
+        return set[str]().union(*(called(node.iter) for node in loops if node.lineno == line))
+
     def loop(self, node: ast.AST) -> Loop | None:
         """The innermost loop of the same function that contains it."""
         for each in self.around(node):
