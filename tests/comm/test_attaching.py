@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
 from shoestring import comm
 from shoestring.core.compose import compose
+from shoestring.core.errors import ConfigError
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 from tests.small_jobs import batch, small_job
@@ -46,6 +48,11 @@ def test_a_job_that_is_finished_early_counts_each_step_once():
             job.step(batch())
         job.finish()
     assert job.trace.facts["wire_steps"] == 3
+
+
+def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimizer():
+    with pytest.raises(ConfigError, match=r"`comm\.quantize\.bits` cannot be 3"):
+        comm.attach(nn.Linear(4, 4), comm.Quantize(bits=3))
 
 
 @pytest.mark.parametrize("parts", [1, 2])

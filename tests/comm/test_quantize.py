@@ -67,6 +67,11 @@ def test_parts_are_the_whole_and_what_is_written_is_read(sizes, rows, bucket, st
     assert all(torch.equal(copy, each) for copy, each in zip(copies, more, strict=True))
 
 
+def test_bits_that_the_compiled_loops_do_not_pack_are_refused():
+    with pytest.raises(ValueError, match="bits must be 4 or 8, got 3"):
+        QuantizeCodec(3)
+
+
 @pytest.mark.skipif(kernels() is None, reason="no C compiler")
 @settings(max_examples=40, deadline=None)
 @given(

@@ -23,7 +23,7 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
     Raises:
         ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
     """
-    _check_features(features)
+    check_features(features)
     job.world = arrange_mesh(job.world, features)
     features = tuple(feature.resolve(job.world) for feature in features)
     check_owners(features)
@@ -46,7 +46,7 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
     return job
 
 
-def _check_features(features: Sequence[object]) -> None:
+def check_features(features: Sequence[object]) -> None:
     for feature in features:
         if isinstance(feature, type):
             raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
@@ -105,7 +105,7 @@ def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
     Raises:
         ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
     """
-    _check_features(features)
+    check_features(features)
     for feature in features:
         if Seam.LOSS in feature.seams:
             hint = "compose a Job and call its `step`, or its `loss`"

@@ -233,6 +233,8 @@ class QuantizeCodec(ReduceScatterCodec):
         feedback: bool = False,
         seed: int = 0,
     ) -> None:
+        if bits not in (4, 8):  # the compiled loops pack no others, and would write beyond the codes
+            raise ValueError(f"bits must be 4 or 8, got {bits}")
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
         self.rounding, self.top, self.stochastic = rounding, 2 ** (bits - 1) - 1, rounding == "stochastic"
         self.offset = self.top if bits < 8 else 0

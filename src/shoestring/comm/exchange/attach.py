@@ -24,6 +24,7 @@ from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
 from shoestring.core.compose import attach as attach_to_loop
+from shoestring.core.compose import check_features
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
@@ -78,6 +79,7 @@ def attach(
 def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None) -> Job:
     if optimizer is not None:
         return attach_to_loop(model, optimizer, feature)
+    check_features([feature])
     if Seam.OPTIM in feature.seams:
         raise ConfigError(
             f"`{feature.name}` builds its own optimizer, and none was given to replace",
