@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config=(OmitArgPrefixes,),
         )
         if rest and not isinstance(verb, Train | Check | Plan | DistillDrafter):
-            raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]} --help")
+            action = " run" if isinstance(verb, ProfileProgram) and "run" in arguments[:2] else ""
+            raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]}{action} --help")
         return verb(command if isinstance(verb, VirtualHosts | ProfileProgram) else rest)
     except ShoestringError as error:
         if debug:

@@ -213,3 +213,40 @@ def test_findings_stand_by_their_gain_and_refuse_what_cannot_be():
     assert unknown.saving == ""
     with pytest.raises(ConfigError, match="saves"):
         replace(FINDING, gain=(0.5, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "no program is named"),
+        (["--out", ".", "a.py"], "which is a folder"),
+        (["--share", "0", "a.py"], "--share must be above 0 and at most 1, got 0"),
+        (["--budget", "2", "a.py"], "--budget must be above 0 and at most 1, got 2"),
+        (["-m", "package.that_is_not_there"], "there is no module package.that_is_not_there"),
+        (["--nope", "a.py"], "shoestring profile run --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_profiled_is_said_before_anything_runs(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("print('ran')\n")
+    assert main(["profile", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "ran" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "shown"),
+    [("raise KeyboardInterrupt", 130, "saved to profile.npz"), ("1 / 0", 1, "the program failed; its profile until")],
+)
+def test_a_program_that_is_interrupted_has_a_result_and_one_that_fails_its_own_traceback(
+    tmp_path, monkeypatch, capsys, ending, code, shown
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text(f"import torch\ntorch.ones(3).exp()\n{ending}\n")
+    assert main(["profile", "a.py"]) == code
+    printed = capsys.readouterr()
+    assert shown in printed.out + printed.err
+    assert "runpy" not in printed.err and "profiling.py" not in printed.err
+    assert (tmp_path / "profile.npz").is_file()

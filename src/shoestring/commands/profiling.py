@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg, subcommand
 
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, ShoestringError
 
 if TYPE_CHECKING:
     from shoestring.profile.recording import Profile
+
+_STARTING = __file__, runpy.__file__, "<frozen runpy>"
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,25 @@ class RunProfiled:
         file = Path(self.program).resolve()
         if file.suffix == ".npz":
             raise ConfigError(f"{self.program} is no program", hint=f"shoestring profile view {self.program}")
+        if not (self.module or self.program):
+            raise ConfigError("no program is named", hint="name a Python file, or a module with -m")
         if not self.module and not file.is_file():
             raise ConfigError(f"there is no program {self.program}", hint="name a Python file")
         out, process = self.out or Path(_name()), os.getpid()
+        if out.is_dir():
+            raise ConfigError(f"cannot save the profile to {out}, which is a folder", hint="name a file with --out")
+        for name, value in (("share", self.share), ("budget", self.budget)):
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"--{name} must be above 0 and at most 1, got {value:g}")
         inside = [name.strip() for name in self.inside.split(",") if name.strip()]
         code: object = 0
+        failed: BaseException | None = None
         folder = "" if self.module else str(file.parent)
         recording = profiled(out, inside, share=self.share, budget=self.budget, native_frames=self.native_frames)
-        interpreter = _interpreter([self.program or self.module, *arguments], folder)
-        try:
-            with interpreter, _saved_on_sigterm(), recording as result:
+        with _interpreter([self.program or self.module, *arguments], folder):
+            if self.module and not _is_there(self.module):
+                raise ConfigError(f"there is no module {self.module}", hint="name it as `python -m` does")
+            with _saved_on_sigterm(), recording as result:
                 try:
                     if self.module:
                         runpy.run_module(self.module, run_name="__main__", alter_sys=True)
@@ -69,10 +82,12 @@ class RunProfiled:
                         runpy.run_path(str(file), run_name="__main__")
                 except SystemExit as ended:
                     code = ended.code
-        except BaseException:
-            if os.getpid() == process and out.is_file():
-                print(f"the program failed; its profile until then: shoestring profile view {out}", file=sys.stderr)
-            raise
+                except KeyboardInterrupt:
+                    code = 128 + signal.SIGINT
+                except BaseException as error:
+                    failed = error
+        if failed is not None:
+            return _fail(failed, out if os.getpid() == process else None)
         if os.getpid() == process:  # and no fork of it, whose program ends here too
             print("\n".join(summary(result.profile, self.lines)))
             print(f"\nsaved to {out}; as a page: shoestring profile view {out}")
@@ -80,6 +95,27 @@ class RunProfiled:
             return code or 0
         print(code, file=sys.stderr)
         return 1
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _fail(error: BaseException, out: Path | None) -> int:
+    """Show an error of the program as Python does, without the frames that started it, and where its profile is."""
+    if not isinstance(error, ShoestringError):
+        frames = error.__traceback__
+        while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in _STARTING:
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames))
+    if out is not None:
+        print(f"the program failed; its profile until then: shoestring profile view {out}", file=sys.stderr)
+    if isinstance(error, ShoestringError):
+        raise error
+    return 1
 
 
 def _name() -> str:

@@ -62,8 +62,13 @@ def without_imports(tree: CallTree) -> int:
 
 def import_time(tree: CallTree) -> int:
     """Nanoseconds of importing packages."""
+    return int(tree.own[imports(tree)].sum())
+
+
+def imports(tree: CallTree) -> NDArray[np.bool_]:
+    """Which nodes stand for importing packages."""
     names = np.array([name.startswith(f"{IMPORTS}\t") for name in tree.names])
-    return int(tree.own[(tree.kind == NodeKind.PYTHON) & names[tree.name]].sum())
+    return (tree.kind == NodeKind.PYTHON) & names[tree.name]
 
 
 def package_of(file: str) -> str:

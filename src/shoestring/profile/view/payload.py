@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoestring.profile.comparison import Comparison
-from shoestring.profile.lines import by_line, own_lines
+from shoestring.profile.lines import by_line, imports, own_lines
 from shoestring.profile.recording import Profile
-from shoestring.profile.tree import CallTree
+from shoestring.profile.tree import CallTree, totals
 
 _TYPES = {"u1": np.uint8, "i4": np.int32, "f8": np.float64}
 _COLUMNS = {"kind": "u1", "name": "i4", "line": "i4", "link": "i4", "inputs": "i4"} | dict.fromkeys(
@@ -49,8 +49,10 @@ def _data(
     sources: Mapping[str, str],
     times: Mapping[str, Any],
 ) -> dict[str, Any]:
-    columns: list[tuple[str, str, NDArray[Any]]] = [("own", "f8", each) for each in own]
-    columns += [(name, kind, getattr(tree, name)) for name, kind in _COLUMNS.items()]
+    shown = ~imports(tree)  # which are in no share
+    columns: list[tuple[str, str, NDArray[Any]]] = [("own", "f8", each * shown) for each in own]
+    kept = {name: getattr(tree, name) for name in _COLUMNS} | {"inclusive": totals(tree.parent, tree.own * shown)}
+    columns += [(name, kind, kept[name]) for name, kind in _COLUMNS.items()]
     columns.append(("parent", "i4", np.arange(len(tree)) - tree.parent))  # distances, which are small and alike
     listed, parts, start = [], [], 0
     for name, kind, column in columns:
