@@ -34,7 +34,7 @@ def test_a_disk_that_flips_a_bit_costs_no_earlier_checkpoint(tmp_path, kind):
     files.broken = True
     with listening() as said:
         trained(checkpointer, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
-    assert checkpointer.safe["disk"] == BETWEEN and len(said) == 2  # each checkpoint has a folder of its own
+    assert checkpointer.safe["disk"] == BETWEEN and len(said) == 1  # although each checkpoint has a folder of its own
     assert all(
         "no checkpoints to disk: it holds other bytes than were written" in line and kind in line for line in said
     )

@@ -58,6 +58,25 @@ def test_what_changes_by_less_than_a_minute_is_no_news():
     assert planned(schedule, (5, 0, 1200), 0.9, step=0.1)
 
 
+def test_a_level_that_does_not_work_promises_nothing():
+    schedule = CheckpointSchedule(Tiered(memory_every=2, disk_every=60, differences=8), 1)
+    schedule.replays = True
+    assert "from memory, no step repeated" in schedule.survives()
+    schedule.lacking, schedule.replays = {"memory": "no room", "peers": "", "disk": ""}, False
+    promise = "saved every 60 steps"
+    assert (
+        schedule.survives() == f"a killed process: yes, from disk, {promise}; all of it lost: yes, from disk, {promise}"
+    )
+    schedule.lacking = {"memory": "", "peers": "", "disk": "no space"}
+    assert schedule.survives().endswith("all of it lost: no, the disk takes no checkpoints")
+
+
+def test_steps_between_checkpoints_are_no_more_than_the_run_has():
+    schedule = CheckpointSchedule(Tiered(), 1)
+    schedule.total = 100
+    assert "from disk, at the end only, for the run is short" in planned(schedule, (3, 0, 600), 9)
+
+
 def test_levels_that_are_dropped_are_not_planned_again():
     schedule = CheckpointSchedule(Tiered(), 4)
     schedule.postpone({"memory", "peers"})

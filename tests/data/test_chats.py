@@ -276,6 +276,7 @@ ANSWER = {"role": "assistant", "content": "x"}
         ),
         ({"messages": [{"role": "user", "content": "x"}]}, "a chat without answers"),
         ({"messages": [ANSWER | {"weight": 0}]}, "a chat without answers"),
+        ({"messages": [ANSWER], "chat_template_kwargs": "x"}, '"chat_template_kwargs" is no object'),
         ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, "half a surrogate pair"),
     ],
 )

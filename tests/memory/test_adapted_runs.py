@@ -15,6 +15,7 @@ from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.memory import LoRA
+from shoestring.memory.adapters.layers import sizes
 from shoestring.models import adapter_folder
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.llama import save_pretrained
@@ -105,6 +106,7 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, 
         (LoRA(alpha=0.0), "alpha` must be a positive number"),
         (LoRA(dropout=1.0), "dropout` is a probability"),
         (LoRA(layers=("blocks.*.attn.*",)), "matches no linear layer of GPT"),
+        (LoRA(layers=("blocks.*.attention.*", "*.mpl.*")), r"`\*.mpl.\*` matches no linear layer"),
         (LoRA(base_bits=8, base_type="nf4"), "nf4 is of 4 bits, not 8"),
         (LoRA(layers=("*",), adapter="somewhere"), "says itself which layers"),
     ],
@@ -113,6 +115,12 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, 
 def test_settings_that_cannot_work_are_refused(feature, said):
     with pytest.raises(ConfigError, match=said):
         composed(feature)
+
+
+def test_what_dora_would_train_is_what_it_trains():
+    with composed(LoRA(dora=True)) as job:
+        trained = sum(parameter.numel() for parameter in job.parameters)
+    assert sizes(gpt(), (), LoRA().rank, dora=True)["adapter_parameters"] == trained
 
 
 def test_a_pattern_that_matches_nothing_is_told_what_there_is():

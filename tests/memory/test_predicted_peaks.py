@@ -49,6 +49,17 @@ def test_the_prediction_is_the_peak(name, accumulate):
     assert predicted.peak == pytest.approx(peak, rel=0.01), (predicted.window.by_kind(), name)
 
 
+def test_what_the_recipe_for_fine_tuning_takes_is_predicted_for_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    features = [memory.LoRA(rank=8), memory.Recompute(), memory.ChunkedLoss(), optim.AdamW()]
+    held = predict(model, features, cross_entropy, (3, 48), ranks=1).window.by_kind()
+    assert held["optimizer state"] < held["parameter"] < 2 * sum(each.nbytes for each in model.parameters())
+
+
 def test_tied_parameters_count_once_and_kinds_are_told():
     model = outline()
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -52,6 +52,8 @@ def install(job: Job, settings: Tiered) -> None:
         if job.done:
             job.world.agree(job.verify)
         loss = job.numbers.get("loss")
+        if checkpointer.differences is not None:
+            checkpointer.schedule.replays = checkpointer.differences.works
         checkpointer.capture(job.done, loss if isinstance(loss, Tensor) else None)
         job.trace.facts |= checkpointer.facts()
 

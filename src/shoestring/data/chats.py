@@ -106,7 +106,10 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
 def _chats(record: Mapping[str, Any], template: ChatTemplate, field: str, where: str) -> Iterator[Chat]:
     messages = _messages(record, field, where)
     arguments = {name: record[name] for name in ("tools", "documents", "chat_template_kwargs") if record.get(name)}
-    arguments |= arguments.pop("chat_template_kwargs", {})
+    more = arguments.pop("chat_template_kwargs", {})
+    if not isinstance(more, Mapping):
+        raise DataError(f'{where}: "chat_template_kwargs" is no object', hint="correct the record, or leave it out")
+    arguments |= more
     try:
         samples = template.samples(messages, arguments)
     except ConfigError as error:

@@ -96,7 +96,7 @@ class MemoryChoice:
         if self.blocks:
             held = f" but for {', '.join(self.level.keep)}" if self.level.keep else ""
             said.append(f"recomputation of {self.blocks} of {blocks} blocks{held}")
-        return ", ".join(said) or "nothing: it fits as it is"
+        return ", ".join(said)
 
 
 def within_budget(run: Run, world: World) -> Run:
@@ -172,8 +172,8 @@ class BudgetSearch:
                         return self._with(choice, budget, peak)
         peak = self.peak(least.features, least.accumulate)
         raise ConfigError(
-            f"`{budget.name}.gib` of {budget.gib:g} cannot be met: a rank takes at least {size(int(peak))}, "
-            f"with {least.describe(self.run, self.blocks)}",
+            f"`{budget.name}.gib` of {budget.gib:g} cannot be met: a rank takes at least {size(int(peak))}"
+            + (f", with {said}" if (said := least.describe(self.run, self.blocks)) else ""),
             hint=f"gib = {-(-peak // (GIB / 1000)) / 1000:g} would do; a shorter `data.sequence` takes less, too",
         )
 
@@ -312,7 +312,7 @@ class BudgetSearch:
         without = self.peak(self.others, self.run.settings.accumulate)
         settled = replace(
             budget,
-            chosen=choice.describe(self.run, self.blocks),
+            chosen=choice.describe(self.run, self.blocks) or "nothing: it fits as it is",
             predicted_gib=float(f"{peak / GIB:.4g}"),
             without_gib=float(f"{without / GIB:.4g}"),
             added=round(choice.added / (self.run.settings.accumulate * self.step.seconds), 4),

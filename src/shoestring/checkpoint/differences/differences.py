@@ -20,6 +20,7 @@ from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.format.state import reason_of
 from shoestring.checkpoint.tiers import budget
+from shoestring.checkpoint.tiers.keeper import kind_of
 from shoestring.core.errors import CheckpointError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job
@@ -139,8 +140,13 @@ class Differences:
         """Whether the step may be continued: an accelerator does steps with a loss that is not finite."""
         return loss is None or math.isfinite(float(loss))
 
+    @property
+    def works(self) -> bool:
+        """Whether steps are kept for the case that a process is killed."""
+        return not self._lacking.get("a failure")
+
     def _says(self, failure: str, lacking: str) -> None:
-        if lacking and lacking != self._lacking.get(failure):
+        if lacking and kind_of(lacking) != kind_of(self._lacking.get(failure, "")):
             log.warning("no steps to replay after %s: %s; checkpoints are made as before", failure, lacking)
         self._lacking[failure] = lacking
 
@@ -267,7 +273,7 @@ class Differences:
         """For the report: steps replayed at the start, bytes kept, and seconds that it took of the training thread."""
         return {
             "checkpoint_replayed": self.replayed,
-            "checkpoint_differences": float(self.nbytes),
+            "checkpoint_differences": float(self.nbytes if self.works else 0),
             "checkpoint_differing": self.seconds,
         }
 

@@ -6,6 +6,7 @@ All of it is on one thread, with a process group of its own, in the same order o
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -40,6 +41,11 @@ REBUILT = "rebuilt-"
 """Begins the names of slots with parts of lost ranks, which are needed until the next checkpoint."""
 
 
+def kind_of(reason: str) -> str:
+    """A reason without the files that it names, which are others each time."""
+    return re.sub(r"`[^`]*`", "", reason)
+
+
 @dataclass
 class Standing:
     """How safe the run is."""
@@ -53,7 +59,7 @@ class Standing:
 
     def lacks(self, level: str, reason: str) -> None:
         """Say why a level does not work, once for each reason; that it does with an empty one."""
-        if reason and reason != self.lacking[level] and (level == MEMORY or self.speaks):
+        if reason and kind_of(reason) != kind_of(self.lacking[level]) and (level == MEMORY or self.speaks):
             log.warning("no checkpoints to %s: %s; earlier ones are intact, and training continues", level, reason)
         self.lacking[level] = reason
 

@@ -43,6 +43,10 @@ class CheckpointSchedule:
         self._reach()
         self.replays = False
         """Whether the steps after a checkpoint in memory are kept, and replayed after a kill."""
+        self.lacking: Mapping[str, str] = dict.fromkeys(LEVELS, "")
+        """Why a level does not work."""
+        self.total = 0
+        """Steps of the run; 0 where that is not known."""
         self.rates = Rates()
         self.lost = 0.0
         """Seconds that failures took, over all starts: from a restored checkpoint to where training resumed."""
@@ -176,17 +180,22 @@ class CheckpointSchedule:
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
         promises, no_step = [], f"no step repeated: the newest {self.settings.differences} are replayed"
-        if self.steps[MEMORY]:
+        works = {level: self.steps[level] > 0 and not self.lacking[level] for level in LEVELS}
+        if works[MEMORY]:
             promises.append(f"a killed process: yes, from memory, {no_step if self.replays else self._often(MEMORY)}")
-        if self.steps[PEERS]:
+        elif self.steps[MEMORY] and works[DISK]:
+            promises.append(f"a killed process: yes, from disk, {self._often(DISK)}")
+        if works[PEERS]:
             copies = self.settings.peers == "copy"
             how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
             replays = self.replays and self.settings.differences_on != "memory"
             promises.append(f"one host of {self.hosts} lost: yes, {how}, {no_step if replays else self._often(PEERS)}")
-        if self.steps[DISK]:
+        if works[DISK]:
             batches = f"and differences, {self.settings.differences // 2} steps at once"
             often = batches if self.replays and self.settings.differences_on == "disk" else self._often(DISK)
             return "; ".join([*promises, f"all of it lost: yes, from disk, {often}"])
+        if self.steps[DISK]:
+            return "; ".join([*promises, "all of it lost: no, the disk takes no checkpoints"])
         return "; ".join([*promises, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
@@ -196,6 +205,8 @@ class CheckpointSchedule:
         if not self._announced:
             return "saved as often as pays"
         most = self.steps[level] + math.ceil(self._seconds[level] / _middle(self._steps[False]))
+        if 0 < self.total <= most:
+            return "at the end only, for the run is short"
         return f"at most {most} step{'s' * (most > 1)} repeated"
 
     # -- what survives ------------------------------------------------------------------------------------------------

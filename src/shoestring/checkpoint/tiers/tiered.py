@@ -69,7 +69,7 @@ class Checkpointer:
         self.own = [Slot(self.folder / name, self.files, threads) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first)
-        self.safe = self.standing.safe
+        self.safe, self.schedule.lacking = self.standing.safe, self.standing.lacking
         self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
         self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
         self.differences: Differences | None = None
@@ -203,6 +203,7 @@ class Checkpointer:
         if lasts < 0:  # on any rank there is no room, nor will there be
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}
+        self.schedule.total = self.progress.total
         if self.world.first and (news := self.schedule.news()):
             log.info("checkpoint.tiered: %s", news)
         slot = self._slot(int(sealed))
@@ -339,7 +340,8 @@ class Checkpointer:
 
     def facts(self) -> dict[str, float]:
         """For the report: seconds of stall, bytes copied, steps at risk, and the newest step safe at each level."""
-        risk = max(self.schedule.steps[MEMORY], 0) or self.schedule.steps[DISK]
+        steps, lacking = self.schedule.steps, self.standing.lacking
+        risk = next((steps[level] for level in (MEMORY, DISK) if steps[level] and not lacking[level]), 0)
         return {
             "checkpoint_stall": self.stalled,
             "checkpoint_bytes": float(self.copied),

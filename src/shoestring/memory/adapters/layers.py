@@ -52,9 +52,17 @@ def _why_not(layer: nn.Module, uses: int) -> str:
     return ""
 
 
-def sizes(model: nn.Module, patterns: Sequence[str], rank: int) -> dict[str, float]:
+def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Patterns that no linear layer's name matches."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or is_transposed(layer)]
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+def sizes(model: nn.Module, patterns: Sequence[str], rank: int, *, dora: bool) -> dict[str, float]:
     """How many layers would be adapted, and how many parameters be trained and frozen."""
     adapted = choose(model, patterns).adapted
     trained = sum(rank * sum(layer.get_parameter("weight").shape) for layer in adapted.values())
+    if dora:  # the length of each row
+        trained += sum(layer.get_parameter("weight").shape[is_transposed(layer)] for layer in adapted.values())
     frozen = sum(parameter.numel() for parameter in model.parameters())
     return {"adapted_layers": len(adapted), "adapter_parameters": trained, "frozen_parameters": frozen}

@@ -54,7 +54,7 @@ class LoRA(Feature):
     adds_parameters: ClassVar = True
 
     def check(self, job: Job) -> None:
-        from shoestring.memory.adapters.layers import choose
+        from shoestring.memory.adapters.layers import choose, unmatched
         from shoestring.models import nf4
 
         if self.rank < 1:
@@ -72,6 +72,9 @@ class LoRA(Feature):
                 raise ConfigError(f"`{self.name}.base_type` nf4 is of 4 bits, not {self.base_bits}", hint=hint)
             nf4.library()
         choice = choose(job.module, self.layers)
+        if choice.adapted and (none := unmatched(job.module, self.layers)):
+            hint = f"there are {choice.examples}"
+            raise ConfigError(f"`{self.name}.layers`: `{none[0]}` matches no linear layer", hint=hint)
         if not choice.adapted and not self.adapter:
             reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.left.items())[:3])
             what = "can adapt none of the layers" if choice.left else "matches no linear layer"
@@ -105,7 +108,7 @@ class LoRA(Feature):
             return f"trains the adapter in `{self.adapter}` further"
         facts = job.trace.facts
         if "adapted_layers" not in facts:  # `shoestring check` attaches nothing
-            facts = sizes(job.module, self.layers, self.rank)
+            facts = sizes(job.module, self.layers, self.rank, dora=self.dora)
         base = f" of {self.base_bits} bits" if self.base_bits else ""
         base += " in NF4" if self.base_type == "nf4" else ""
         return (
