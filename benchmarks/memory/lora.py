@@ -40,6 +40,8 @@ from shoestring.optim import AdamW, Clip, Schedule
 from shoestring.training.loop import train
 
 RUNS = Path(".cache/memory")
+KEPT = Path("benchmarks/results/runs/memory/qlora")
+"""Of what the fine-tunings gave, so that a measurement needs the pretrained model for new ones only."""
 SEEDS, TUNING_SEED = (1, 2, 3), 100
 GIB = 2**30
 
@@ -151,6 +153,8 @@ class Contest:
 
     runs: Path
     deadline: Deadline
+    kept: Path | None = None
+    """Folder of what the fine-tunings gave; by default that of the runs."""
     model: str = "shoestring.models.gpt:small"
     shape: tuple[tuple[str, int], ...] = (("layers", 9),)
     vocabulary: int = 8192
@@ -205,11 +209,11 @@ class Contest:
 
     def tuned(self, way: str, seed: int, rate: float) -> dict[str, Any]:
         """A fine-tuning: held-out loss before and after, and the bytes of the model's state at the step."""
-        base = self.base()
-        name = f"{way}-{seed}-{rate:g}.json"
-        return stored(self.runs / name, self.deadline.check, partial(self._tune, way, seed, rate, base))
+        path = (self.kept or self.runs) / f"{way}-{seed}-{rate:g}.json"
+        return stored(path, self.deadline.check, partial(self._tune, way, seed, rate))
 
-    def _tune(self, way: str, seed: int, rate: float, base: Path) -> dict[str, Any]:
+    def _tune(self, way: str, seed: int, rate: float) -> dict[str, Any]:
+        base = self.base()
         train_on, held_out = self.domain(base)
         model = load_model(base)[0].float()
         adapters = [LoRA(rank=64, alpha=64.0, base_bits=4, seed=seed), Recompute(), ChunkedLoss()]
@@ -345,7 +349,7 @@ def rows(folder: Path = RUNS, deadline: Deadline | None = None) -> list[Bar]:
         folder: of the runs of the contest, which a later call continues.
         deadline: when these must have ended.
     """
-    contest = Contest(folder, deadline or Deadline())
+    contest = Contest(folder, deadline or Deadline(), KEPT if folder == RUNS else None)
     return [
         Bar("memory.lora-merged", "largest difference of a logit, adapters merged and beside", "<=", 1e-5, merging),
         Bar(

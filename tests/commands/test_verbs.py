@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoestring.cli import main
+from shoestring.commands.plan import _beside
 from tests.small_runs import write_run_file, write_texts
 
 
@@ -292,3 +293,11 @@ def test_prune_of_nothing_is_an_error(tmp_path, capsys):
 
 def test_the_largest_seed_trains(trained, tmp_path):
     assert main(["train", str(trained[0]), "--folder", str(tmp_path / "run"), "--run.seed", str(2**63 - 1)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [(0.0396, "13.2 times as long as predicted"), (0.0033, "10% more than predicted"), (0.0015, "50% less than")],
+)
+def test_what_a_plan_was_off_by_is_said_of_what_it_predicted(measured, said):
+    assert _beside(measured, 0.003).startswith(said)

@@ -1,5 +1,7 @@
 """Analyses find products of zeros, formulas, conversions, updates and waits that are not needed, and none that are."""
 
+import re
+
 import pytest
 import torch
 
@@ -68,7 +70,7 @@ def test_zeros_of_factors_are_sampled_and_those_of_a_state_that_is_zero_at_first
     assert [text.partition(" is ")[0] for text in sampled] == [
         "float32[256,500], float32[500,64] -> float32[256,64]; argument 1"
     ]
-    assert "99.8% zeros" in sampled[0]
+    assert re.search(r"is 99\.[5-9]% zeros", sampled[0])  # a sample of 99.8%
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------

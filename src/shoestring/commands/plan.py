@@ -26,6 +26,7 @@ from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import open_data, to_device
 
 SHOWN = 10  # candidates that are printed
+TWICE = 2  # as long as predicted, from which on it is said as a factor
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,16 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
         predicted = _time(facts["predicted_step_seconds"])
         yield f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, and {predicted} is with their merges"
         return
-    error = facts["predicted_step_seconds"] / planned.measured - 1
-    yield (
-        f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, "
-        f"{abs(error):.0%} {'less' if error > 0 else 'more'} than predicted"
-    )
+    said = _beside(planned.measured, facts["predicted_step_seconds"])
+    yield f"{TIMED_STEPS - 1} real steps took {_time(planned.measured)} each, {said}"
+
+
+def _beside(measured: float, predicted: float) -> str:
+    """How much longer something took than predicted, in words."""
+    ratio = measured / predicted
+    if ratio > TWICE:
+        return f"{ratio:.3g} times as long as predicted"
+    return f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'} than predicted"
 
 
 def _time(seconds: float) -> str:

@@ -99,8 +99,9 @@ class Chart {
 
   room(low, high) {
     if (low === null || high === null) return [0, 1];
-    if (this.log) return [low / (high / low || 1) ** 0.05 * (low === high ? 0.9 : 1), high * (high / low || 1) ** 0.05 * (low === high ? 1.1 : 1)];
-    const more = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
+    const constant = high - low <= 1e-9 * Math.abs(high); // but for what rounding leaves
+    if (this.log) return [low / (high / low || 1) ** 0.05 * (constant ? 0.9 : 1), high * (high / low || 1) ** 0.05 * (constant ? 1.1 : 1)];
+    const more = constant ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
     return [low >= 0 && low - more < 0 ? 0 : low - more, high + more];
   }
 
