@@ -65,6 +65,7 @@ COSTLY = {
     "scaled": ("return (q @ k.transpose(1, 2) / 256) @ v", 1, "order q @ (k.mT @ v)"),
     "low rank": ("return F.linear(x.T, u @ d)", 1, "x.mT @ d.mT) @ u.mT"),
     "a change": ("return F.linear(x.T, w + u @ d)", 1, "u @ d has a rank of 4"),
+    "a change on one line": ("return x.T @ (w + u @ d).T", 1, "u @ d has a rank of 4"),
     "a scaled change, kept": ("m = w + 0.5 * (u @ d)\nreturn x.T @ m.T", 1, "has a rank of 4"),
 }
 

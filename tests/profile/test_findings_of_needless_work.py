@@ -1,7 +1,5 @@
 """Analyses find products of zeros, formulas, conversions, updates and waits that are not needed, and none that are."""
 
-import re
-
 import pytest
 import torch
 
@@ -57,7 +55,7 @@ def test_a_product_without_gradients_is_found_of_which_only_a_part_is_taken(name
 
 
 def test_zeros_of_factors_are_sampled_and_those_of_a_state_that_is_zero_at_first_are_not():
-    words, table, weight = torch.randint(0, 500, (256,)), torch.randn(500, 64), torch.zeros(64, 256)
+    words, table, weight = torch.arange(256), torch.randn(500, 64), torch.zeros(64, 256)
     with profiled() as result:
         for _ in range(3):
             chosen = torch.nn.functional.one_hot(words, 500).float() @ table
@@ -70,7 +68,7 @@ def test_zeros_of_factors_are_sampled_and_those_of_a_state_that_is_zero_at_first
     assert [text.partition(" is ")[0] for text in sampled] == [
         "float32[256,500], float32[500,64] -> float32[256,64]; argument 1"
     ]
-    assert re.search(r"is 99\.[5-9]% zeros", sampled[0])  # a sample of 99.8%
+    assert "99.8% zeros" in sampled[0]
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------

@@ -147,7 +147,11 @@ def test_a_sampled_profile_counts_all_calls_and_says_its_share():
     assert facts.steps == 1500
     assert 0.05 < facts.share < 0.4
     assert tree.own.sum() == tree.inclusive[0]
-    assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.5)  # of a dozen windows
+    unsure = (
+        4 * float(tree.own_variance[tree.kind != NodeKind.PYTHON].sum()) ** 0.5 / 1e9
+    )  # on a busy machine the dozen windows differ more
+    off = tree.inclusive[0] / 1e9 + facts.overhead - facts.seconds
+    assert abs(off) < max(0.15 * facts.seconds, unsure)
     counts = {}
     for node in range(len(tree)):
         if tree.kind[node] != NodeKind.PYTHON:

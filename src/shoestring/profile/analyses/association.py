@@ -277,15 +277,13 @@ class _Computed:
                 outer, inner = self.sizes[product.site], self.sizes[change.site]
                 rows = outer.p if side is (product.left if product.flipped else product.right) else outer.r
                 apart = 2 * outer.batch * rows * inner.q * (inner.p + inner.r)
-                calls = self._calls([change])
-                sums = [call for call in self.sums if call.elements == inner.p * inner.r]
-                together = self.calls[product.site]
-                after = together.time / outer.operations * apart
-                if together is self.calls[change.site] or apart > CHEAPER * inner.operations:
+                if apart > CHEAPER * inner.operations:
                     continue
+                sums = [call for call in self.sums if call.elements == inner.p * inner.r]
+                after = self._time(product) / outer.operations * apart
                 return self._saving(
-                    [*calls, *sums],
-                    sum(call.time for call in (*calls, *sums)) - after,
+                    [*self._calls([change]), *sums],
+                    self._time(change) + sum(call.time for call in sums) - after,
                     f"{ast.unparse(change.site)} has a rank of {inner.q} only: multiply by one of its factors and then"
                     " by the other, and add the result to that of the matrix.",
                 )
@@ -294,6 +292,12 @@ class _Computed:
     def _calls(self, products: Iterable[WrittenProduct]) -> list[OperatorCall]:
         found = {self.calls[product.site].node: self.calls[product.site] for product in products}
         return [*found.values()]
+
+    def _time(self, product: WrittenProduct) -> float:
+        """Nanoseconds of a product; of two that have one call, by their operations."""
+        call = self.calls[product.site]
+        alike = [self.sizes[site].operations for site, other in self.calls.items() if other is call]
+        return call.time * self.sizes[product.site].operations / sum(alike)
 
     def _saving(self, calls: list[OperatorCall], nanoseconds: float, advice: str) -> Saving:
         return Saving(costliest(calls).place, advice, nanoseconds, calls)

@@ -94,7 +94,7 @@ def _promoted(reading: Reading) -> Iterator[Finding]:
     back = [
         call
         for call in calls
-        if call.name in TYPES and call.made[0].elements in sizes and call.made[0].dtype == "float32"
+        if call.name in TYPES and call.given and (call.made[0].elements in sizes and call.made[0].dtype == "float32")
         if call.given[0].dtype == "float64" or reading.tree.variants[call.node] > 1
         if call.count >= max(0.5 * reading.steps, FEWEST)
     ]
