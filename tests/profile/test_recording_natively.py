@@ -215,3 +215,40 @@ def test_a_forked_child_leaves_its_parents_profile_alone_and_may_have_one_of_its
     assert not {"aten::tanh", "aten::sin"} & names[0]
     assert "aten::sin" in names[1]
     assert not {"aten::exp", "aten::tanh"} & names[1]
+
+
+# -- Python's own time ------------------------------------------------------------------------------------------------
+
+
+def holds_the_lock_then_lets_go(seconds):
+    """Two lines: one never lets go of the interpreter's lock, and the other does each time; seconds of the first."""
+    numbers, image, total = list(range(100_000)), torch.ones(64, 64), 0
+    alone, end = 0.0, time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        total += sum(numbers)
+        alone += time.perf_counter() - began
+        image.mul_(1.0)
+    assert total
+    return alone
+
+
+def test_a_line_that_keeps_the_interpreters_lock_has_its_own_time():
+    line = holds_the_lock_then_lets_go.__code__.co_firstlineno + 5
+    with profiled() as result:
+        alone = holds_the_lock_then_lets_go(1.5)
+    place = (__file__, line)
+    assert by_line(result.profile.tree)[place].total / 1e9 == pytest.approx(alone, rel=0.1)
+
+
+def test_a_child_of_a_profiled_program_asks_nobody_and_can_be_profiled():
+    with profiled():
+        time.sleep(0.05)
+        child = os.fork()
+        if not child:
+            try:
+                with profiled() as result:
+                    holds_the_lock_then_lets_go(0.2)
+                os._exit(0 if result.profile.facts.seconds > 0.1 else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0

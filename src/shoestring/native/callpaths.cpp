@@ -1054,8 +1054,9 @@ void callpaths_cost(uint32_t thread, uint64_t* cost) {
 }
 
 // What the thread that Python knows as `ident`, and that began a profile, is in: the node of the innermost span, ~0 for
-// an operator or a function of the backward pass, and 0 for neither.
+// an operator or a function of the backward pass, or while nothing is recorded, and 0 for neither.
 uint32_t callpaths_inside(uint64_t ident) {
+    if (paused) return ~0u;
     for (uint32_t i = 0; i < known; i++) {
         Thread& one = *everybody[i];
         if (!one.lasting || one.ident != ident) continue;

@@ -78,7 +78,8 @@ class Collector:
         self.kernels = TorchWindows(EventFold(timed=False)) if torch.cuda.is_available() else None
         self.happenings, self.clock = Happenings(), StepClock(self._stepped)
         self.surroundings = Surroundings(self.clock, self.ident)
-        self.sampler = PythonSampler([self.ident] if self.frames else [], self._span, self._tick)
+        watched_threads = [self.ident] if self.frames else []
+        self.sampler = PythonSampler(watched_threads, self.library.callpaths_inside, self._tick)
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.hooks.enter_context(listening(SpanListener(self.library)))
@@ -91,13 +92,14 @@ class Collector:
     def stop(self) -> Recorded:
         """End the recording; what was recorded since `start`."""
         library, seconds = self.library, time.perf_counter() - self.began
+        self.sampler.end()
         self.surroundings.look(seconds)
         processor = time.process_time() - self.began_processor
         if self.kernels is not None:
             self.kernels.finish(self.clock.steps)
         estimates = self.windows.finish(seconds) if self.windows is not None else []
         library.callpaths_stop()
-        self.sampler.finish()
+        self.sampler.join()
         self.hooks.close()
         tick = library.callpaths_nanoseconds()
         after = self._read()  # which may spell out what the names before do not say
@@ -154,12 +156,6 @@ class Collector:
         library = self.library
         ticks = sum(int(native_tree.cost(library, thread)[0]) for thread in range(library.callpaths_threads()))
         return Spent(ticks * library.callpaths_nanoseconds() / 1e9, time.process_time(), self.sampler.seconds)
-
-    def _span(self, ident: int) -> int | None:
-        """See `PythonSampler`."""
-        unknown = self.windows is not None and not self.windows.recording
-        inside = native_tree.INSIDE if unknown else self.library.callpaths_inside(ident)
-        return None if inside == native_tree.INSIDE else inside
 
     def _tick(self) -> None:
         seconds = time.perf_counter() - self.began

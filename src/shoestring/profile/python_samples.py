@@ -1,19 +1,31 @@
-"""Where Python's own time goes, outside of operators: samples of the frames of threads that run none."""
+"""Where Python's own time goes, outside of operators: samples of the frames of threads that run none.
+
+The main thread is asked to look at itself (`native/asked.cpp`), because whoever looks from outside sees it where it
+lets go of the interpreter's lock, which is at lines that call operators. Other threads cannot be asked.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import CodeType, FrameType
+from typing import Any
 
+from shoestring import native
 from shoestring.profile.lines import IMPORTS, package_of
+from shoestring.profile.native_tree import INSIDE
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
-SHORTEST, LONGEST = 0.02, 0.05
-"""Seconds from one sample to the next, at first and after a while. They only say how Python's own time is shared out:
-how much there is, is known exactly."""
+log = logging.getLogger("shoestring")
+
+SHORTEST, LONGEST, GROWTH = 0.02, 0.05, 1.01
+"""Seconds from one sample to the next, at first and after a while, and what they grow by each time. They only say how
+Python's own time is shared out: how much there is, is known exactly."""
 
 DEEPEST = 192
 """Python frames of a sample; of deeper stacks the outermost are kept."""
@@ -26,6 +38,19 @@ _BOOTSTRAP = "<frozen importlib."
 _IMPORTING = compile("", IMPORTS, "exec").replace(co_qualname="importing packages"), 0
 
 Path = list[tuple[CodeType, int]]
+
+
+@cache
+def asking() -> Any:
+    """What asks the main thread; None where it cannot be compiled."""
+    try:
+        library = native.load("asked")
+    except native.CompileError as error:
+        log.warning("Python's own time is told less exactly, by lines that call operators: %s", error)
+        return None
+    numbers = [ctypes.c_double] * 3
+    library.asked_begin.argtypes = [ctypes.c_uint64, ctypes.py_object, ctypes.c_void_p, *numbers]
+    return library
 
 
 def path_of(frame: FrameType | None) -> Path:
@@ -57,8 +82,8 @@ class Samples:
         self.known: dict[tuple[int, CodeType, int], int] = {}
         self.counts = [0]
 
-    def add(self, frame: FrameType | None) -> None:
-        """One more sample, of this frame and those that called it."""
+    def add(self, frame: FrameType | None, times: int = 1) -> None:
+        """One more sample, or as many as are given, of this frame and those that called it."""
         path = path_of(frame)
         if imports_package(path):
             path = [_IMPORTING]
@@ -67,7 +92,7 @@ class Samples:
             node = self.known.setdefault((node, code, line), len(self.counts))
             if node == len(self.counts):
                 self.counts.append(0)
-        self.counts[node] += 1
+        self.counts[node] += times
 
     def share_out(self, builder: TreeBuilder, nanoseconds: float, span: int = 0) -> None:
         """Give time outside operators to the lines that samples were taken at.
@@ -125,32 +150,51 @@ class PythonSampler(threading.Thread):
 
     Args:
         threads: Python's identifiers of those that are watched.
-        span: the innermost span that a thread is in, 0 where it is in none; None where it runs an operator now, or
-            nobody would know.
+        inside: a function of C that says of one of them what it is in: the innermost span, 0 where it is in none;
+            `INSIDE` where it runs an operator now, or nobody would know.
         tick: is called before each sample.
     """
 
-    def __init__(self, threads: Sequence[int], span: Callable[[int], int | None], tick: Callable[[], None]) -> None:
+    def __init__(self, threads: Sequence[int], inside: Any, tick: Callable[[], None]) -> None:
         super().__init__(name="shoestring-profile", daemon=True)
-        self.watched, self.span, self.tick = list(threads), span, tick
+        self.watched, self.inside, self.tick = list(threads), inside, tick
         self.seen = {0: Samples()}
         self.interval = SHORTEST
         self.seconds = 0.0  # of the processor, for this thread
         self.ending = threading.Event()
+        self.asking: Any = None
+        self.looking = self.look  # one object, for the library does not hold it
+
+    def start(self) -> None:
+        main = threading.main_thread().ident
+        if main in self.watched and (library := asking()) is not None:
+            self.watched.remove(main)
+            self.asking = library
+            library.asked_begin(main, self.looking, self.inside, SHORTEST, LONGEST, GROWTH)
+        super().start()
+
+    def look(self, times: int) -> None:
+        """The thread that calls it looks at itself, where it runs no operator; as so many samples."""
+        self._see(threading.get_ident(), sys._getframe(1), times)
 
     def run(self) -> None:
         while not self.ending.wait(self.interval):
-            self.interval = min(LONGEST, self.interval * 1.01)
+            self.interval = min(LONGEST, self.interval * GROWTH)
             self.tick()
-            watched = {ident: span for ident in self.watched if (span := self.span(ident)) is not None}
-            frames = sys._current_frames() if watched else {}
+            frames = sys._current_frames() if self.watched else {}
             if self.ending.is_set():  # what is seen is who waits for the end
                 return
-            for ident, span in watched.items():
+            for ident in self.watched:
                 if (frame := frames.get(ident)) is not None:
-                    self.seen.setdefault(span, Samples()).add(frame)
+                    self._see(ident, frame)
             self.seconds = time.thread_time()
 
-    def finish(self) -> None:
+    def _see(self, ident: int, frame: FrameType, times: int = 1) -> None:
+        if (span := self.inside(ident)) != INSIDE:
+            self.seen.setdefault(span, Samples()).add(frame, times)
+
+    def end(self) -> None:
+        """See nothing more; the thread itself ends soon."""
         self.ending.set()
-        self.join()
+        if self.asking is not None:
+            self.asking.asked_end()

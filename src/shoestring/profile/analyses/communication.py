@@ -136,12 +136,21 @@ def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
 
 
 def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place, Sequence[int]]) -> set[Place]:
-    """Other lines of the function that send as little: what each step waits for is the latency of every one of them."""
+    """Other lines of the function that send as little: what each step waits for is the latency of every one of them.
+
+    A question and its answer cannot be sent together.
+    """
     if not sent or any(call.elements > TINY or call.count < reading.steps for call in sent):
         return set()
     frames = {call.frame for call in sent}
     others = [call for call in reading.calls if call.place in waits and call.frame in frames and call not in sent]
-    return {call.place for call in others if call.elements <= TINY and call.place != sent[0].place}
+    ways = {_way(call) for call in sent}
+    small = (call for call in others if call.elements <= TINY and _way(call) in ways)
+    return {call.place for call in small if call.place != sent[0].place}
+
+
+def _way(call: OperatorCall) -> str:
+    return next((way for way in ("send", "recv") if way in call.name), "")
 
 
 def _meanwhile(reading: Reading, place: Place) -> bool:
