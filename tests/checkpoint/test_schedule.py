@@ -5,10 +5,14 @@ import random
 from itertools import pairwise
 
 import pytest
+from torch import nn
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.checkpoint.tiers.keeper import Standing
 from shoestring.checkpoint.tiers.save_schedule import LEVELS, CheckpointSchedule
+from shoestring.core.job import Job
+from shoestring.core.world import World
 from shoestring.testing.checkpointing.known import build_checkpointer, trained
 
 
@@ -61,7 +65,7 @@ def test_what_changes_by_less_than_a_minute_is_no_news():
 def test_a_level_that_does_not_work_promises_nothing():
     schedule = CheckpointSchedule(Tiered(memory_every=2, disk_every=60, differences=8), 1)
     schedule.replays = True
-    assert "from memory, no step repeated" in schedule.survives()
+    assert "from memory, at most the newest step repeated" in schedule.survives()
     schedule.lacking, schedule.replays = {"memory": "no room", "peers": "", "disk": ""}, False
     promise = "saved every 60 steps"
     assert (
@@ -69,12 +73,17 @@ def test_a_level_that_does_not_work_promises_nothing():
     )
     schedule.lacking = {"memory": "", "peers": "", "disk": "no space"}
     assert schedule.survives().endswith("all of it lost: no, the disk takes no checkpoints")
+    schedule.lacking, schedule.outlives = {"memory": "", "peers": "", "disk": ""}, False  # on another rank
+    assert schedule.survives().startswith(f"a killed process: yes, from disk, {promise}")
 
 
 def test_steps_between_checkpoints_are_no_more_than_the_run_has():
     schedule = CheckpointSchedule(Tiered(), 1)
     schedule.total = 100
     assert "from disk, at the end only, for the run is short" in planned(schedule, (3, 0, 600), 9)
+    fixed = CheckpointSchedule(Tiered(disk_every=100), 1)
+    fixed.total = 100
+    assert fixed.survives().endswith("from disk, at the end only, for the run is short")
 
 
 def test_levels_that_are_dropped_are_not_planned_again():
@@ -129,3 +138,21 @@ def test_levels_are_planned_once_they_are_measured():
     schedule = CheckpointSchedule(Tiered(), 2)
     schedule.agreed([1.0, 0.0, 0.1, 0.1, 0.0, 0.0], 4)
     assert schedule.steps["memory"] > 16 and (schedule.steps["peers"], schedule.steps["disk"]) == (8, 16)
+
+
+def test_the_report_promises_what_the_run_could_do(tmp_path):
+    """At its end a run knows that its memory had no room; at its start it cannot."""
+    checkpointer, *_ = build_checkpointer(tmp_path / "disk", 0, 1, Files())
+    job = Job(nn.Linear(2, 2), world=World())
+    before = checkpointer.settings.explain(job)
+    job.keep("checkpoint", checkpointer.schedule)
+    checkpointer.standing.lacks("memory", "no room for 3 MB in `/dev/shm`")
+    after = checkpointer.settings.explain(job)
+    checkpointer.close()
+    assert "a killed process: yes, from memory" in before and "a killed process: yes, from disk" in after
+
+
+def test_one_rank_of_a_host_says_that_its_memory_has_no_room(caplog):
+    for local in range(3):
+        Standing(local == 0, local == 0).lacks("memory", f"no room for 3 MB in `/dev/shm/own-{local}`")
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

@@ -131,6 +131,13 @@ CASES = {
     "context": (["--model.context", "8"], "exceed the model's context of 8", ""),
     "unwritable folder": (["--run.folder", "file/run"], "cannot write the run folder `file/run`", "--run.folder"),
     "nothing to resume": (["--run.resume", "true"], "`out` holds no run to resume", "--run.resume auto"),
+    "no model": (
+        ["--run.model", "no-such-folder", "--data.tokenizer", "model"],
+        "there is no model `no-such-folder`: it is no folder",
+        "hf:NAME",
+    ),
+    "profile after the end": (["--profile.callpaths.after", "9"], "and the run ends after 3 steps", "2 or"),
+    "trace after the end": (["--memory.tracing.after", "9"], "and the run ends after 3 steps", "2 or less"),
     "resume from nowhere": (["--run.resume", "missing"], "`missing` holds no checkpoint", ""),
 }
 

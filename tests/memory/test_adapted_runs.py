@@ -204,6 +204,11 @@ def test_a_run_writes_a_merged_model_and_its_adapter_and_another_run_goes_on_fro
     assert main(["train", str(second)]) == 0
     assert not (again / "run/model/config.json").exists()
     assert main(["generate", str(again / "run"), "--prompt", "the", "--tokens", "4"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(second)]) == 0
+    assert "predicted from its operators" in capsys.readouterr().out  # with the adapter's own rank, without its numbers
+    assert main(["check", str(second), "--memory.lora.adapter", str(tmp_path / "none")]) == 2
+    assert "none` holds no adapter" in capsys.readouterr().err
     further = adapter_folder.read(again / "run/model/adapter", gpt())
     assert len(further["blocks.0.mlp.down"].a) == 2
     capsys.readouterr()
@@ -225,6 +230,13 @@ def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys):
     given |= {"data.sequence": 64, "epochs": 2, "data.held-out": 0.2}
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     assert main(["check", "finetune", *flags]) == 0
+    template = tmp_path / "base" / "tokenizer_config.json"
+    whole = template.read_text()
+    template.write_text(json.dumps({key: value for key, value in json.loads(whole).items() if key != "chat_template"}))
+    capsys.readouterr()
+    assert main(["check", "finetune", *flags]) == 2
+    assert "the model has no chat template" in capsys.readouterr().err
+    template.write_text(whole)
     assert main(["train", "finetune", *flags]) == 0
     trained = load_model(tmp_path / "run")
     assert trained[1].companions.keys() >= {"tokenizer_config.json"}

@@ -137,6 +137,9 @@ def test_a_folder_that_is_kept_locked_stops_no_training(own, monkeypatch):
 def test_the_command_shows_who_holds_what(own, tmp_path, capsys):
     from shoestring.cli import main
 
+    assert main(["memory", "host", "--folder", str(tmp_path / "nothing")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "nothing").mkdir()
     assert main(["memory", "host", "--folder", str(tmp_path / "nothing")]) == 0
     assert "no process has leased memory in" in capsys.readouterr().out
     folder = tmp_path / f"shoestring-{os.geteuid()}" / "broker"

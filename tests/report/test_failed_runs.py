@@ -102,7 +102,20 @@ def test_an_end_is_an_end_again_after_a_failure_and_the_page_lists_the_starts(ru
     text = page_of(path)
     assert "✓ finished" in text and 'class="failure"' not in text and "<h2>Starts and ends</h2>" in text
     events = [event["event"] for event in history_file.read(path.parent / "out")]
-    assert events == ["started", "failed", "started", "finished"]
+    assert events == ["started", "failed", "started", "resumed", "finished"]
+    assert [event["step"] for event in history_file.read(path.parent / "out") if event["event"] == "resumed"] == [2]
+
+
+def test_the_time_of_a_run_is_that_of_all_its_starts(new):
+    """To each end, and of one that was killed to its last metric; not what lies between them."""
+    folder = new().metrics()
+    events = [("started", 100.0), ("stopped", 160.0), ("started", 1000.0), ("resumed", 1001.0), ("lost", 5000.0)]
+    events += [("started", 5000.0), ("resumed", 5001.0), ("finished", 5100.0)]
+    lines = [{"event": event, "time": at, "rank": 0, "step": 3, "ranks": 4, "ended": 1030.0} for event, at in events]
+    (folder.path / history_file.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder.put("summary.json", {"status": "finished", "seconds": 90.0})
+    found = digest.results(read(folder.path))
+    assert found["time"] == 60 + 30 + 90 and found["ranks"] == 4
 
 
 def test_the_last_step_is_evaluated_once(run_file):

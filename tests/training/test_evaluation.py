@@ -116,6 +116,12 @@ def test_the_best_model_is_the_one_of_its_step(tmp_path):
     assert rows(tmp_path / "parts", "held_out_loss") == rows(tmp_path / "whole", "held_out_loss")
 
 
+def test_a_run_shorter_than_its_evaluations_are_apart_has_a_best_model(tmp_path):
+    train(run(tmp_path, data=f"{HERE}:misleading", evaluate_every=25, keep_best=True, steps=6), World())
+    load_model(tmp_path / "best")
+    assert list(rows(tmp_path, "held_out_loss")) == [6]
+
+
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
     """The checkpoint of a step is written before its evaluation: what is resumed has not seen it."""
     settings = {"data": f"{HERE}:misleading", "evaluate_every": 2, "keep_best": True, "steps": 8}

@@ -93,9 +93,9 @@ class Tiered(Feature):
     one before has its checksums or its copies; each takes the size of the host's state."""
     differences: int = 0
     """Number of the newest steps of which this host's memory keeps what a codec exchanged. After a killed process they
-    are replayed on the newest checkpoint, so that no step is trained again. More of them take more memory (the averaged
-    gradients in the codec's compact form, each), and let checkpoints be further apart: half as many steps at most. With
-    0 none is kept."""
+    are replayed on the newest checkpoint, so that at most the newest step is trained again. More of them take more
+    memory (the averaged gradients in the codec's compact form, each), and let checkpoints be further apart: half as
+    many steps at most. With 0 none is kept."""
     differences_on: Literal["memory", "peers", "disk"] = "memory"
     """Place of the differences, each after the places before it: in this host's memory, which survives a killed
     process; what is a rank's own also in the memory of another host, which survives the loss of one, and peers then
@@ -180,9 +180,12 @@ class Tiered(Feature):
     def explain(self, job: Job) -> str:
         from shoestring.checkpoint.tiers.save_schedule import CheckpointSchedule
 
-        schedule = CheckpointSchedule(self, job.world.hosts)
         alone = job.world.ranks_over(DATA) == 1
-        schedule.replays = self.differences > 0 and not alone
+        known = job.kept["checkpoint"].state if "checkpoint" in job.kept else None  # by now, what works and how often
+        schedule = known if isinstance(known, CheckpointSchedule) else CheckpointSchedule(self, job.world.hosts)
+        if schedule is not known:
+            schedule.replays = self.differences > 0 and not alone
+        schedule.total = job.progress.total
         return schedule.survives() + ("; differences off: one rank" if self.differences and alone else "")
 
     def reduction(self, trace: Trace) -> Reduction | None:

@@ -94,6 +94,8 @@ class LeasedMemory:
         from shoestring.memory.broker.table import table
         from shoestring.memory.broker.tenant import Terms
 
+        if not self.folder.is_dir():
+            raise ConfigError(f"there is no folder `{self.folder}`", hint="name that of `memory.broker.folder`")
         settings = Broker(folder=str(self.folder), shared=self.shared)
         for line in table(Terms(settings.place, shared=self.shared, reserve=settings.reserve)):
             print(line)

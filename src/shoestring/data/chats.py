@@ -69,6 +69,18 @@ def with_template(tokenizer: Tokenizer, settings: Data) -> Tokenizer:
     return tokenizer
 
 
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template that the tokenizer keeps.
+
+    Raises:
+        DataError: there is none, or it is not valid.
+    """
+    if (template := chat_template(tokenizer)) is None:
+        hint = "name one by data.template, or start from a model that was made for chat"
+        raise DataError("the model has no chat template", hint=hint)
+    return template
+
+
 def usable(folder: Path, recipe: str) -> bool:
     """Whether a folder holds the files of this recipe."""
     try:
@@ -86,10 +98,7 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
     Raises:
         DataError: a record is no chat, has no answer, or is refused by the template; it says which.
     """
-    template = chat_template(tokenizer)
-    if template is None:
-        hint = "name one by data.template, or start from a model that was made for chat"
-        raise DataError("the model has no chat template", hint=hint)
+    template = template_of(tokenizer)
     chats = sorted(
         (chat for where, record in reader.records() for chat in _chats(record, template, settings.record_field, where)),
         key=lambda chat: chat.key,

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shoestring._torch import content_of
+from shoestring._torch import content_of, is_fake
 from shoestring.core.errors import CheckpointError
 from shoestring.models import llama
 from shoestring.models.adapters import LowRank, matrix, row_norms
@@ -152,14 +152,16 @@ def base_of(folder: Path) -> str:
 
 
 def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
-    """The adapters in a folder, for the layers of this model, in float32.
+    """The adapters in a folder, for the layers of this model, in float32; without numbers where the model has none.
 
     Raises:
         CheckpointError: there are none, they are of a kind that is not supported, or belong to another model.
     """
     config = _read_config(folder)
     _check_supported(config, folder)
-    tensors, fingerprint = _read_weights(folder)
+    first = next(model.parameters())
+    imagined = first.device if first.is_meta or is_fake(first) else None
+    tensors, fingerprint = _read_weights(folder, imagined)
     given = {
         name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors))
         for name in _names(tensors)
@@ -178,7 +180,7 @@ def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         said = f"`{folder}` adapts `{left[0]}`{more}, which {type(model).__name__} does not have"
         raise CheckpointError(said, hint="the adapter belongs to another model")
-    if fingerprint and fingerprint != fingerprint_of(model, adapters):
+    if imagined is None and fingerprint and fingerprint != fingerprint_of(model, adapters):
         base = config.get("base_model_name_or_path") or "another one"
         raise CheckpointError(
             f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
@@ -201,7 +203,7 @@ def _joined(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Modu
     if len(parts) == 1:
         return next(iter(given.values()))
     first = next(iter(given.values()))
-    alike = all(each.scale == first.scale and torch.equal(each.a, first.a) for each in given.values())
+    alike = all(each.scale == first.scale and _equal(each.a, first.a) for each in given.values())
     total = len(first.a) if alike else sum(len(each.a) for each in given.values())
     lengths = row_norms(matrix(layer), first.a.dtype)  # DoRA's, of rows that no adapter changes
     a = first.a if alike else torch.cat([each.a * each.scale for each in given.values()])
@@ -215,6 +217,13 @@ def _joined(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Modu
             lengths[part.rows] = each.magnitude
     dora = any(each.magnitude is not None for each in given.values())
     return LowRank(a, b, first.scale if alike else 1.0, lengths if dora else None)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Of tensors without numbers, whether they can be."""
+    if one.is_meta or is_fake(one):
+        return one.shape == other.shape
+    return torch.equal(one, other)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -237,11 +246,16 @@ def _check_supported(config: Mapping[str, Any], folder: Path) -> None:
             raise CheckpointError(f"`{folder / CONFIG}`: {name} is {config[name]!r}", hint=hint)
 
 
-def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+def _read_weights(folder: Path, imagined: torch.device | None) -> tuple[dict[str, Tensor], str]:
+    """The tensors and the hash of the layers that they are of; tensors without numbers on the `imagined` device."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             fingerprint = (file.metadata() or {}).get(_BASE, "")
-            return {name: file.get_tensor(name) for name in file.keys()}, fingerprint  # noqa: SIM118
+            names = list(file.keys())
+            if imagined is not None:
+                shapes = {name: file.get_slice(name).get_shape() for name in names}
+                return {name: torch.empty(shape, device=imagined) for name, shape in shapes.items()}, fingerprint
+            return {name: file.get_tensor(name) for name in names}, fingerprint
     except (OSError, SafetensorError) as error:
         hint = "adapter_model.bin is a pickle, which is not loaded: save the adapter again with PEFT, as safetensors"
         raise CheckpointError(f"cannot load `{folder / WEIGHTS}`: {error}", hint=hint) from error

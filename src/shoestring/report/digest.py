@@ -49,11 +49,18 @@ def last_step(run: RunFolder) -> int:
 
 
 def seconds(run: RunFolder) -> float | None:
-    """Wall-clock seconds of the run: the summary's, else between the first and the last metrics."""
+    """Wall-clock seconds of the run's newest start: the summary's, else between the first and the last metrics."""
     if (summed := _finite(run.summary.get("seconds"))) is not None:
         return summed
-    times = [value for value in run.columns.get("time", {}).values() if math.isfinite(value)]
+    since = _finite(started(run).get("time")) or -math.inf
+    times = [value for value in run.columns.get("time", {}).values() if math.isfinite(value) and value >= since]
     return max(times) - min(times) if len(times) > 1 else None
+
+
+def _whole_time(run: RunFolder) -> float | None:
+    """Of all starts."""
+    newest = seconds(run)
+    return None if newest is None else newest + history_file.spent_before(run.history)
 
 
 def counted(run: RunFolder) -> str:
@@ -76,8 +83,9 @@ def results(run: RunFolder) -> dict[str, float]:
         "memory at peak (GiB)": _peak_memory(run),
         "steps": float(last_step(run)) or None,
         f"{each}s": _given(run.summary, "tokens", _last(run, "tokens")),
-        "time": seconds(run),
+        "time": _whole_time(run),
         "parameters": _given(run.summary, "parameters", _finite(started(run).get("parameters"))),
+        "ranks": _finite(started(run).get("ranks")),
     }
     return {label: value for label, value in figures.items() if value is not None}
 

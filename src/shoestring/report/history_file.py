@@ -1,13 +1,15 @@
 """history.jsonl of a run folder: every start of the run's ranks, and how it ended.
 
-Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, then `finished` or
-`stopped` (by a signal), or `failed` with the error. A process that is killed writes nothing: the next start finds its
-`started` without an end and adds `lost`.
+Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, `resumed` where it
+continues a checkpoint, then `finished` or `stopped` (by a signal), or `failed` with the error. A process that is killed
+writes nothing: the next start finds its `started` without an end and adds `lost`, with "ended", when it last wrote a
+metric.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -47,13 +49,30 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def lost(events: Sequence[dict[str, Any]]) -> bool:
     """Whether the newest start has no end."""
-    return bool(events) and events[-1]["event"] == "started"
+    return bool(events) and events[-1]["event"] in ("started", "resumed")
 
 
 def newest(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The newest start and what followed; all events where there is no start."""
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
     return list(events[starts[-1] :]) if starts else list(events)
+
+
+def spent_before(events: Sequence[dict[str, Any]]) -> float:
+    """Seconds of all starts but the newest, each to its end, of one that was lost to the last metric that it wrote."""
+    seconds, began = 0.0, math.nan
+    for event in events[: len(events) - len(newest(events))]:
+        if event["event"] == "started":
+            began = _moment(event, "time")
+        elif event["event"] != "resumed":
+            took = _moment(event, "ended" if event["event"] == "lost" else "time") - began
+            seconds, began = seconds + (max(took, 0.0) if math.isfinite(took) else 0.0), math.nan
+    return seconds
+
+
+def _moment(event: dict[str, Any], key: str) -> float:
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def cause(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -41,9 +41,16 @@ class Recorder:
         if rank > 0:
             return
         if history_file.lost(history_file.read(folder)):
-            history_file.add(folder, "lost", rank=0, step=newest_step(folder / "metrics.jsonl"))
+            metrics = folder / "metrics.jsonl"
+            ended = {"ended": metrics.stat().st_mtime} if metrics.exists() else {}
+            history_file.add(folder, "lost", rank=0, step=newest_step(metrics), **ended)
             _report(folder)
         history_file.add(folder, "started", rank=0, step=step(), **facts)
+
+    def resumed(self) -> None:
+        """Note that this start continues a checkpoint, after the step that is the last one now."""
+        if self._folder is not None and self._rank == 0:
+            history_file.add(self._folder, "resumed", rank=0, step=self._step())
 
     def __enter__(self) -> Recorder:
         return self

@@ -33,6 +33,9 @@ class RecordsSteps(Feature):
         for name in ("after", "steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
+        if 0 < job.progress.total <= self.after:
+            said = f"`{self.name}.after` is {self.after}, and the run ends after {job.progress.total} steps"
+            raise ConfigError(said, hint=f"set it to {job.progress.total - 1} or less")
 
     def explain(self, job: Job) -> str:
         last = f"to {self.after + self.steps}" if self.steps else "to the last one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 from urllib.parse import quote
 
@@ -78,7 +79,7 @@ def starts(run: RunFolder) -> Markup:
         [
             _moment(event.get("time")),
             event["event"],
-            f"{int(number(event.get('step')) or 0):,}",
+            "–" if event["event"] == "started" else f"{int(number(event.get('step')) or 0):,}",
             f"{event.get('rank', '?')} on {event.get('host', '?')}",
             str(event.get("message", "")),
         ]
@@ -243,7 +244,8 @@ def feature_tables(run: RunFolder) -> Markup:
         if row.get("as") == "table":
             title, note = str(row.get("title", "")), str(row.get("note", ""))
             head = [str(cell) for cell in _list(row.get("head"))]
-            rows = [[_cell(cell) for cell in _list(line)] for line in _list(row.get("rows"))]
+            lines = [zip_longest(_list(line), head[: len(_list(line))]) for line in _list(row.get("rows"))]
+            rows = [[_cell(cell, of) for cell, of in line] for line in lines]
             caption = f"By {row.get('feature', 'a feature')}"
             parts.append(
                 _section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
@@ -342,6 +344,8 @@ def _settings(row: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in flat(table(row, "settings")).items()) or "defaults"
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, head: str | None = "") -> str:
     figure = number(value)
-    return "–" if value is None else str(value) if figure is None else figures.plain(figure)
+    if value is None or figure is None:
+        return "–" if value is None else str(value)
+    return figures.size(figure) if str(head).lower().endswith("bytes") else figures.plain(figure)

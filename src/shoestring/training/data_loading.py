@@ -18,7 +18,7 @@ from shoestring.core.job import Job
 from shoestring.core.leases import Priority
 from shoestring.core.task import Batch
 from shoestring.core.world import World
-from shoestring.data import BYTES, Data
+from shoestring.data import BYTES, Data, chats
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import is_mnist, mnist
@@ -101,7 +101,8 @@ def model_arguments(run: Run) -> dict[str, Any]:
     """As `DataSets.model_arguments`, as far as that is known before the data is prepared; nothing is downloaded.
 
     Raises:
-        ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot.
+        ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot, or chats
+            are for a model without a chat template.
     """
     if is_own(run):
         if not is_mnist(run.sources[0]):
@@ -114,6 +115,8 @@ def model_arguments(run: Run) -> dict[str, Any]:
         loaded = load_tokenizer(Path(tokenizer))
         vocabulary = loaded.vocab_size
         _check_teachers(run, loaded)
+        if run.data.form == "chat":
+            chats.template_of(chats.with_template(loaded, run.data))
     for source in run.sources:
         if source.endswith(".tokens"):
             vocabulary = read_header(Path(source)).vocab_size
@@ -167,6 +170,9 @@ def tokenizer_of(run: Run) -> str:
         if chosen == "model":
             if ":" in target and not target.startswith(hf.PREFIX):
                 raise ConfigError(f"`{target}` has no tokenizer of its own", hint='set data.tokenizer = "bpe"')
+            if ":" not in target and not Path(target).is_dir():
+                hint = "give the folder of a model, of a run, or hf:NAME"
+                raise ConfigError(f"there is no model `{target}`: it is no folder", hint=hint)
             raise ConfigError(f"`{target}` has no tokenizer.json", hint="write one with AutoTokenizer.save_pretrained")
         return chosen
     if chosen == "model":

@@ -90,7 +90,7 @@ class Best:
 
 @dataclass(eq=False)
 class Evaluations:
-    """The evaluations during a run: each `run.evaluate_every` steps."""
+    """The evaluations during a run: each `run.evaluate_every` steps, and at the end where the best model is kept."""
 
     job: Job
     run: Run
@@ -119,7 +119,9 @@ class Evaluations:
         """
         job, settings = self.job, self.run.settings
         step, follows = job.progress.step, "best" in job.kept
-        due = settings.evaluate_every and step and step % settings.evaluate_every == 0 and step != self.best.seen
+        regular = settings.evaluate_every and step % settings.evaluate_every == 0
+        last = settings.keep_best and job.progress.done  # so that there is a best one after fewer steps, too
+        due = step and step != self.best.seen and (regular or last)
         if due and (follows or not job.progress.done):  # else the evaluation on all held-out data follows at once
             values = evaluate(job, self.run, self.data, PART)
             write(step, values)

@@ -184,7 +184,8 @@ def close(
             summary["report_items"] += [{"feature": "memory", "as": "table"} | asdict(table) for table in saved]
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)
-        for line in _closing(summary, report.write(folder)):
+        before = history_file.spent_before(history_file.read(folder))
+        for line in _closing(summary, before, report.write(folder)):
             log.info(line)
     job.world.barrier()
     return Result(status, folder, dict(meter.latest))
@@ -307,9 +308,14 @@ def _summary(
     }
 
 
-def _closing(summary: dict[str, Any], page: Path) -> Iterator[str]:
-    """The results as a few lines for the terminal."""
-    length = f"{summary['steps']} steps, {summary['tokens']:,} {summary['unit']}, {summary['seconds']:.0f} s"
+def _closing(summary: dict[str, Any], before: float, page: Path) -> Iterator[str]:
+    """The results as a few lines for the terminal.
+
+    Args:
+        before: seconds of the starts that this one continues.
+    """
+    seconds = f"{before + summary['seconds']:.0f} s" + (", all starts together" if before else "")
+    length = f"{summary['steps']} steps, {summary['tokens']:,} {summary['unit']}, {seconds}"
     yield f"{summary['status']} after {length}"
     bits = summary["bits_per_byte"]
     if bits:

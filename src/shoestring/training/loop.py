@@ -79,6 +79,8 @@ def train(
         evaluations = world.agree(lambda: Evaluations(job, run, data, save_best))
         newest = NewestRows(job)
         resumed = _resume(job, run)
+        if record is not None and resumed is not None:
+            record.resumed()
         reached = newest_step(path / "metrics.jsonl")
         meter = stack.enter_context(finish.open_meter(job, run, data, path, newest, sinks))
         for line in (*finish.opening(job, run, data, path), *finish.repeated(resumed, reached)):

@@ -52,6 +52,8 @@ class Standing:
 
     speaks: bool
     """Whether this rank says what all ranks know."""
+    speaks_for_host: bool
+    """Whether it says what all ranks of its host know."""
     safe: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
     """The newest step that is safe at each level, on all ranks."""
     lacking: dict[str, str] = field(default_factory=lambda: dict.fromkeys(LEVELS, ""))
@@ -59,8 +61,10 @@ class Standing:
 
     def lacks(self, level: str, reason: str) -> None:
         """Say why a level does not work, once for each reason; that it does with an empty one."""
-        if reason and kind_of(reason) != kind_of(self.lacking[level]) and (level == MEMORY or self.speaks):
-            log.warning("no checkpoints to %s: %s; earlier ones are intact, and training continues", level, reason)
+        if reason and kind_of(reason) != kind_of(self.lacking[level]):
+            says = self.speaks_for_host if level == MEMORY else self.speaks
+            said = "no checkpoints to %s: %s; earlier ones are intact, and training continues"
+            log.log(logging.WARNING if says else logging.DEBUG, said, level, reason)
         self.lacking[level] = reason
 
 

@@ -57,6 +57,8 @@ class CheckpointSchedule:
         """Seconds of the newest steps, without and with a checkpoint beside them."""
         self._newest = 0.0
         self._observed = 0
+        self.outlives = True
+        """Whether what is in memory outlives a process, on all ranks."""
         self._announced: dict[str, int] = {}  # steps between checkpoints, as the user was last told
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -179,8 +181,9 @@ class CheckpointSchedule:
 
     def survives(self) -> str:
         """What the run will survive, in a line; at what price in steps where that is known."""
-        promises, no_step = [], f"no step repeated: the newest {self.settings.differences} are replayed"
+        promises, no_step = [], f"at most the newest step repeated: {self.settings.differences} are replayed"
         works = {level: self.steps[level] > 0 and not self.lacking[level] for level in LEVELS}
+        works[MEMORY] &= self.outlives
         if works[MEMORY]:
             promises.append(f"a killed process: yes, from memory, {no_step if self.replays else self._often(MEMORY)}")
         elif self.steps[MEMORY] and works[DISK]:
@@ -200,13 +203,14 @@ class CheckpointSchedule:
 
     def _often(self, level: str) -> str:
         """What a failure costs: the steps since a checkpoint, and those beside which that one was still on its way."""
+        short, most = "at the end only, for the run is short", self.steps[level]
         if level not in self.auto:
-            return f"saved every {self.steps[level]} steps"
+            return short if 0 < self.total <= most else f"saved every {most} steps"
         if not self._announced:
             return "saved as often as pays"
-        most = self.steps[level] + math.ceil(self._seconds[level] / _middle(self._steps[False]))
+        most += math.ceil(self._seconds[level] / _middle(self._steps[False]))
         if 0 < self.total <= most:
-            return "at the end only, for the run is short"
+            return short
         return f"at most {most} step{'s' * (most > 1)} repeated"
 
     # -- what survives ------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class Checkpointer:
         names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
         self.own = [Slot(self.folder / name, self.files, threads) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
-        self.standing = Standing(self.world.first)
+        self.standing = Standing(self.world.first, local == 0)
         self.safe, self.schedule.lacking = self.standing.safe, self.standing.lacking
         self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
         self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
@@ -200,6 +200,7 @@ class Checkpointer:
             self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
         self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
+        self.schedule.outlives = lasts > 0
         if lasts < 0:  # on any rank there is no room, nor will there be
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}

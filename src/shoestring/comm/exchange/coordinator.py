@@ -155,7 +155,7 @@ class Coordinator:
         threaded = len(self.cohorts) > 1
         self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
-        self.exposed = 0.0  # seconds of the newest round between its last arrival and its end
+        self.exposed = 0.0  # seconds that training has waited for the newest round
         self.keeps = False  # whether what a round's averages are decoded from is kept until the next round
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
@@ -199,9 +199,11 @@ class Coordinator:
         if missing:
             raise ShoestringError(f"no gradient of {join_names(missing)} has arrived in the backward pass")
         running, self._running = self._running, []
+        began = time.perf_counter()
         with span("exposed", "wait"):
             for task in running:
                 task.result()
+        self.exposed = time.perf_counter() - began
 
     def exchange(self, grads: Grads) -> None:
         """Exchange a whole round; returns when `grads` are averages. Raises as `wait` does."""
@@ -214,16 +216,9 @@ class Coordinator:
         channel = self.channels[self._submitted % len(self.channels)]
         self._submitted += 1
         if self._submitted == len(self.cohorts):
-            cohort.after.insert(0, self._measure_exposed(time.perf_counter()))
             self._submitted = 0
             self.round += 1
         self._running.append(channel.submit(cohort))
-
-    def _measure_exposed(self, arrived: float) -> After:
-        def after(_: Exception | None) -> None:
-            self.exposed = time.perf_counter() - arrived
-
-        return after
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
         """Put an unused average of this round back into the residual; a non-finite one has not changed the residual."""

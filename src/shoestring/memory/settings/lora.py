@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError, ConflictError
@@ -55,7 +56,7 @@ class LoRA(Feature):
 
     def check(self, job: Job) -> None:
         from shoestring.memory.adapters.layers import choose, unmatched
-        from shoestring.models import nf4
+        from shoestring.models import adapter_folder, nf4
 
         if self.rank < 1:
             raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
@@ -66,6 +67,8 @@ class LoRA(Feature):
         if self.adapter and self.layers:
             hint = f"remove `{self.name}.layers`"
             raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
+        if self.adapter:
+            adapter_folder.read(Path(self.adapter), job.module)
         if self.base_type == "nf4":
             if self.base_bits != 4:
                 hint = f"set `{self.name}.base_bits` to 4"
