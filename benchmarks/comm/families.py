@@ -33,7 +33,7 @@ PER_STEP = Family(
 # Streamed so that the wire hides: between four hosts a merge at 4 bits takes 6 steps at 10 Mbit/s and 55 at 1.
 EVERY_8 = local("LocalSGD H=8 4bit", "LocalSGD", every=8, fragments=4, delay=2, codec="4bit")
 EVERY_16 = local("LocalSGD H=16 4bit", "LocalSGD", every=16, fragments=4, delay=4, codec="4bit")
-EVERY_64 = local("LocalSGD H=64 4bit", "LocalSGD", every=64, fragments=8, delay=8, codec="4bit")
+EVERY_64 = local("LocalSGD H=64 4bit", "LocalSGD", every=64, fragments=6, delay=10, codec="4bit")
 LOCAL = Family("local steps", (EVERY_8, EVERY_64, replace(EVERY_8.but(start=20), horizon=1800)))
 MUON = Family("local steps of Muon", (muon(EVERY_8), muon(EVERY_16), muon(EVERY_64)))
 OURS = (PER_STEP, LOCAL, MUON)
