@@ -43,6 +43,8 @@ RUNS = Path(".cache/memory")
 KEPT = Path("benchmarks/results/runs/memory/qlora")
 """Of what the fine-tunings gave, so that a measurement needs the pretrained model for new ones only."""
 SEEDS, TUNING_SEED = (1, 2, 3), 100
+WAYS = {"lora": "", "embeddings": ", embeddings trained beside adapters"}
+"""Ways of fine-tuning that are compared with the full one, and what is said of them."""
 GIB = 2**30
 
 
@@ -149,7 +151,8 @@ def loss_in_chunks(_: Deadline) -> Measured:
 
 @dataclass(frozen=True)
 class Contest:
-    """A base model, another domain, and two ways of fine-tuning."""
+    """A base model, another domain, and ways of fine-tuning: "full"; "lora", adapters over a base of 4 bits; and
+    "embeddings", which are trained beside those adapters."""
 
     runs: Path
     deadline: Deadline
@@ -216,9 +219,10 @@ class Contest:
         base = self.base()
         train_on, held_out = self.domain(base)
         model = load_model(base)[0].float()
-        adapters = [LoRA(rank=64, alpha=64.0, base_bits=4, seed=seed), Recompute(), ChunkedLoss()]
-        features = adapters if way == "lora" else []
-        start = 3e-4 if way == "lora" else 1e-4
+        modules = ("embed",) if way == "embeddings" else ()
+        lora = LoRA(rank=64, alpha=64.0, base_bits=4, modules_to_train=modules, seed=seed)
+        features: list[Feature] = [] if way == "full" else [lora, Recompute(), ChunkedLoss()]
+        start = 1e-4 if way == "full" else 3e-4
         features += [
             AdamW(lr=start * rate, betas=(0.9, 0.99), weight_decay=0.0),
             Clip(),
@@ -252,9 +256,9 @@ class Contest:
                 return found
             rates = [found / 3, *rates] if found == rates[0] else [*rates, found * 3]
 
-    def results(self) -> dict[str, list[dict[str, Any]]]:
-        """Of both ways, the runs with their best rates."""
-        return {way: [self.tuned(way, seed, self.best(way)) for seed in SEEDS] for way in ("full", "lora")}
+    def results(self, way: str) -> list[dict[str, Any]]:
+        """The runs with the best rate of a way."""
+        return [self.tuned(way, seed, self.best(way)) for seed in SEEDS]
 
 
 def _distinct(values: Any) -> list[Tensor]:
@@ -273,24 +277,22 @@ def _held_out(model: nn.Module, samples: Tensor) -> float:
     return total / count
 
 
-def gain(contest: Contest, _: Deadline) -> Measured:
-    """The least share, over seeds, of full fine-tuning's gain that adapters over a base of 4 bits keep."""
-    found = contest.results()
-    pairs = list(zip(found["lora"], found["full"], strict=True))
-    shares = [(lora["before"] - lora["after"]) / (full["before"] - full["after"]) for lora, full in pairs]
-    full, lora = ([f"{each['after']:.4f}" for each in found[way]] for way in ("full", "lora"))
+def gain(contest: Contest, way: str, _: Deadline) -> Measured:
+    """The least share, over seeds, of full fine-tuning's gain that a way keeps."""
+    pairs = list(zip(contest.results(way), contest.results("full"), strict=True))
+    shares = [(own["before"] - own["after"]) / (full["before"] - full["after"]) for own, full in pairs]
+    own, full = ([f"{each['after']:.4f}" for each in runs] for runs in zip(*pairs, strict=True))
     return Measured(
         min(shares),
-        f"held-out loss {pairs[0][1]['before']:.4f} before; full {', '.join(full)}; adapters {', '.join(lora)}; "
-        f"rates chosen: {contest.best('full'):g} x 1e-4 and {contest.best('lora'):g} x 3e-4",
+        f"held-out loss {pairs[0][1]['before']:.4f} before; full {', '.join(full)}; adapters {', '.join(own)}; "
+        f"rates chosen: {contest.best('full'):g} x 1e-4 and {contest.best(way):g} x 3e-4",
     )
 
 
-def state(contest: Contest, _: Deadline) -> Measured:
+def state(contest: Contest, way: str, _: Deadline) -> Measured:
     """The largest share of full fine-tuning's bytes of weights, gradients and optimizer state."""
-    found = contest.results()
-    lora, full = (max(each["bytes"] for each in found[way]) for way in ("lora", "full"))
-    return Measured(lora / full, f"{lora / 1e6:.0f} MB of {full / 1e6:.0f} MB, by the tensors that are there")
+    own, full = (max(each["bytes"] for each in contest.results(each_way)) for each_way in (way, "full"))
+    return Measured(own / full, f"{own / 1e6:.0f} MB of {full / 1e6:.0f} MB, by the tensors that are there")
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -364,15 +366,22 @@ def rows(folder: Path = RUNS, deadline: Deadline | None = None) -> list[Bar]:
             "memory.chunked-loss", "largest difference of a loss, in chunks and whole, in nats", "<=", 1e-6,
             loss_in_chunks,
         ),
-        Bar(
-            "memory.qlora-gain", "least share of full fine-tuning's gain with a base of 4 bits", ">=", 0.9,
-            partial(gain, contest), baseline="full fine-tuning in float32, its rate chosen alike", seeds=SEEDS,
-        ),
-        Bar(
-            "memory.qlora-state", "share of full fine-tuning's weights, gradients and optimizer state", "<=", 0.35,
-            partial(state, contest), baseline="full fine-tuning in float32", seeds=SEEDS,
-        ),
+        *(bar for way, said in WAYS.items() for bar in _fine_tuned(contest, way, said)),
         *gpu_rows(),
+    ]  # fmt: skip
+
+
+def _fine_tuned(contest: Contest, way: str, said: str) -> list[Bar]:
+    name = "memory.qlora" if way == "lora" else f"memory.qlora-{way}"
+    return [
+        Bar(
+            f"{name}-gain", f"least share of full fine-tuning's gain with a base of 4 bits{said}", ">=", 0.9,
+            partial(gain, contest, way), baseline="full fine-tuning in float32, its rate chosen alike", seeds=SEEDS,
+        ),
+        Bar(
+            f"{name}-state", f"share of full fine-tuning's weights, gradients and optimizer state{said}", "<=", 0.35,
+            partial(state, contest, way), baseline="full fine-tuning in float32", seeds=SEEDS,
+        ),
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Adapters in a job and in a run: what is trained, kept and written, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,32 @@ def test_adapters_alone_are_trained_and_the_model_stays_as_it_was():
     assert list(model.state_dict()) == list(plain) and all(each.requires_grad for each in model.parameters())
 
 
+@pytest.mark.parametrize("bits", [0, 16, 4])
+def test_modules_are_trained_beside_adapters(bits, tmp_path):
+    """With their own gradients and optimizer state; what is rounded elsewhere is not rounded there."""
+    feature = LoRA(rank=2, modules_to_train=("embed", "blocks.1.mlp.down"), base_bits=bits)
+    model, plain = gpt(), gpt().state_dict()
+    assert sizes(model, (), 2, dora=False, modules=feature.modules_to_train)["adapted_layers"] == 7
+    settings = Plain(folder=str(tmp_path), every=1)
+    with composed(feature, settings, model=model) as job:
+        own = {name for name in job.trained if "lora_" not in name}
+        assert own == {"embed.weight", "blocks.1.mlp.down.weight"} and len(job.trained) == 2 + 7 * 2
+        job.step(batch())
+        after = dict(model.named_parameters())
+        changed = {name for name in plain if name in after and not torch.equal(after[name].float(), plain[name])}
+        assert own <= changed and (bits == 16 or changed == own)
+        assert job.trace.facts["adapter_parameters"] == sum(each.numel() for each in job.trained.values())
+        assert job.trace.facts["frozen_parameters"] == sum(map(torch.numel, plain.values())) - sum(
+            plain[name].numel() for name in own
+        )
+        trained = {name: tensor.detach().clone() for name, tensor in job.trained.items()}
+    with composed(feature, settings) as job:
+        assert job.restore("auto") == 1
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in job.trained.items())
+    with pytest.raises(CheckpointError), composed(replace(feature, modules_to_train=()), settings) as job:
+        job.restore("auto")
+
+
 def test_the_first_loss_is_that_of_the_model_itself():
     with composed(LoRA(rank=2)) as adapted, composed() as plain:
         assert float(adapted.step(batch())) == float(plain.step(batch()))
@@ -109,6 +136,8 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, 
         (LoRA(layers=("blocks.*.attention.*", "*.mpl.*")), r"`\*.mpl.\*` matches no linear layer"),
         (LoRA(base_bits=8, base_type="nf4"), "nf4 is of 4 bits, not 8"),
         (LoRA(layers=("*",), adapter="somewhere"), "says itself which layers"),
+        (LoRA(modules_to_train=("embd",)), "`embd` matches no module with weights"),
+        (LoRA(modules_to_train=("embed",), adapter="somewhere"), "says itself which layers"),
     ],
     ids=lambda value: "" if isinstance(value, LoRA) else value[:12],
 )

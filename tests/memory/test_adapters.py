@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.memory import LoRA
+from shoestring.memory.adapters.leaving import save_adapters
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, merge, row_norms, take_off
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.llama import save_pretrained
 from shoestring.models.loading import load_model
+from shoestring.optim import AdamW
 
 SHAPE = GPTConfig(vocab_size=64, dim=32, hidden=64, layers=2, heads=4, kv_heads=2, context=32)
 
@@ -204,7 +207,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', and the weights are not there"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, change, said):
@@ -275,6 +278,56 @@ def test_peft_computes_the_same_and_its_own_adapters_enter(tmp_path, dora, kind)
     mine, _ = load_model(tmp_path / "theirs")
     logits = getattr(mine(tokens), "logits", mine(tokens))
     torch.testing.assert_close(logits, trained(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_peft_opens_modules_that_were_trained_whole_and_its_own_enter(tmp_path, kind, tied):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, tokens = tmp_path / "base", torch.arange(20)[None]
+    base.mkdir()
+    if kind == "ours":
+        save_pretrained(GPT(replace(SHAPE, tied=tied)), base)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(base)
+    ours = load_model(base)[0] if kind == "ours" else transformers.AutoModelForCausalLM.from_pretrained(base)
+    feature = LoRA(rank=2, modules_to_train=("*embed*",) if tied else ("*embed*", "*head"))
+    batch = {"inputs": tokens, "targets": tokens.flip(1)} if kind == "ours" else {"input_ids": tokens, "labels": tokens}
+    with compose(Job(ours, world=World()), [feature, AdamW(lr=3e-2)]) as job:
+        embedding = ours.get_parameter("embed.weight" if kind == "ours" else "model.embed_tokens.weight")
+        first = embedding.detach().clone()
+        for _ in range(3):
+            job.step(batch)
+        with job.evaluating(), torch.no_grad():
+            wanted = getattr(ours(tokens), "logits", ours(tokens))
+            assert not torch.equal(
+                first, ours.get_submodule("embed" if kind == "ours" else "model.embed_tokens").weight
+            )
+        save_adapters(job, feature.name, tmp_path / "adapter", str(base), 0.0)
+    with torch.no_grad():
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(wanted, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+        mine = load_model(tmp_path / "adapter")[0](tokens)
+        torch.testing.assert_close(wanted, getattr(mine, "logits", mine), atol=1e-5, rtol=1e-5)
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM"
+    )
+    trained = peft.get_peft_model(plain, settings).eval()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+        trained.save_pretrained(tmp_path / "theirs")
+        mine = load_model(tmp_path / "theirs")[0](tokens)
+        torch.testing.assert_close(getattr(mine, "logits", mine), trained(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

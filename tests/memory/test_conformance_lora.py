@@ -28,6 +28,13 @@ class TestDoRA(FeatureSuite):
 
 
 @pytest.mark.slow
+class TestTrainedModules(FeatureSuite):
+    feature = LoRA(rank=4, alpha=8.0, modules_to_train=("*embed*",))
+    tolerance = 1.5
+    representative = False
+
+
+@pytest.mark.slow
 class TestRoundedBase(FeatureSuite):
     """The dense weights are gone once they are rounded."""
 

@@ -1,6 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, as its release 0.21 writes and reads
 them. A layer of `GPT` that is several layers in Llama's layout (query, key and value) is several there: they share A,
-and each has its rows of B.
+and each has its rows of B. Modules that were trained beside them (`modules_to_save`) are there, too, a tied weight by
+each of its names, because PEFT unties them.
 """
 
 from __future__ import annotations
@@ -56,13 +57,21 @@ def find(path: Path | str) -> Path | None:
 
 
 def write(
-    folder: Path, model: nn.Module, adapters: Mapping[str, LowRank], *, base: str, fingerprint: str, dropout: float = 0
+    folder: Path,
+    model: nn.Module,
+    adapters: Mapping[str, LowRank],
+    *,
+    base: str,
+    fingerprint: str,
+    dropout: float = 0,
+    trained: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the adapters of a model's layers, each file whole or not at all, the configuration last.
 
     Args:
         base: what transformers opens the model without adapters by; may be empty.
         fingerprint: of those layers, as `fingerprint_of` gives it.
+        trained: parameters of the model's own that were trained, too, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     every, named = parts_of(model), {}
@@ -75,6 +84,12 @@ def write(
             tensors[start + _SUFFIXES["b"]] = adapter.b[part.rows].detach().cpu().clone()
             if adapter.magnitude is not None:
                 tensors[start + _SUFFIXES["magnitude"]] = adapter.magnitude[part.rows].detach().cpu().clone()
+    beside = {
+        part.name: value.detach()[part.rows].cpu().clone()
+        for name, value in (trained or {}).items()
+        for part in _parameters_of(model)[name]
+    }
+    tensors |= {_PREFIX + name: value for name, value in beside.items()}
     rank, scale = Counter(named.values()).most_common(1)[0][0]
     apart = {name: each for name, each in named.items() if each != (rank, scale)}
     content = {
@@ -91,7 +106,7 @@ def write(
         "use_rslora": False,
         "fan_in_fan_out": any(is_transposed(model.get_submodule(layer)) for layer in adapters),
         "bias": "none",
-        "modules_to_save": None,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in beside}) or None,
         "inference_mode": True,
         "init_lora_weights": True,
     }
@@ -99,6 +114,23 @@ def write(
     (folder / CONFIG).unlink(missing_ok=True)
     write_atomic(folder / WEIGHTS, safetensors.torch.save(tensors, header))
     write_atomic(folder / CONFIG, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _parameters_of(model: nn.Module) -> dict[str, list[LayerPart]]:
+    """As `parts_of`, of all parameters, by their whole names."""
+    if isinstance(model, GPT):
+        found: dict[str, list[LayerPart]] = {}
+        for ours, tensors in llama.layout(model.config):
+            found[ours], start = [], 0
+            for tensor in tensors:
+                found[ours].append(LayerPart(tensor.name, slice(start, start + tensor.shape[0])))
+                start += tensor.shape[0]
+        if model.config.tied:
+            (embedding,) = found["embed.weight"]
+            found["embed.weight"].append(LayerPart("lm_head.weight", embedding.rows))
+        return found
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: [LayerPart(name, slice(None) if value.dim() else slice(0))] for name, value in every}
 
 
 def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
@@ -162,6 +194,10 @@ def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
     first = next(model.parameters())
     imagined = first.device if first.is_meta or is_fake(first) else None
     tensors, fingerprint = _read_weights(folder, imagined)
+    for module in config.get("modules_to_save") or []:
+        if not any(_is_of_module(name, {"modules_to_save": [module]}) for name in tensors):
+            raise CheckpointError(f"`{folder / CONFIG}`: modules_to_save has {module!r}, and the weights are not there")
+    tensors = {name: value for name, value in tensors.items() if not _is_of_module(name, config)}
     given = {
         name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors))
         for name in _names(tensors)
@@ -186,6 +222,60 @@ def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
             f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
         )
     return adapters
+
+
+def read_modules(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that were trained beside the adapters in a folder, by their names in this model, in float32.
+
+    Raises:
+        CheckpointError: there are none of some module, of another shape, or not one value for a weight that is tied.
+    """
+    config = _read_config(folder)
+    first = next(model.parameters())
+    tensors, _ = _read_weights(folder, first.device if first.is_meta or is_fake(first) else None)
+    given = {name.removeprefix(_PREFIX): value for name, value in tensors.items() if _is_of_module(name, config)}
+    named: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(value), []).append(name)
+    every, found, left = _parameters_of(model), dict[str, Tensor](), set(given)
+    for names in named.values():
+        shape, rows = model.get_parameter(names[0]).shape, dict[tuple[int | None, int | None], Tensor]()
+        parts = [part for name in names for part in every.get(name, ())]
+        theirs = [part for part in parts if part.name in given]
+        if not theirs:
+            continue
+        for part in theirs:
+            value = given[part.name].float()
+            left.discard(part.name)
+            if not _equal(rows.setdefault((part.rows.start, part.rows.stop), value), value):
+                raise CheckpointError(f"`{folder}` has another `{part.name}`, which this model ties to another weight")
+        whole = torch.cat([rows[key] for key in sorted(rows, key=str)]) if len(rows) > 1 else next(iter(rows.values()))
+        tied = len(theirs) == len(parts) or config.get("ensure_weight_tying")
+        if whole.shape != shape or not tied:
+            missing = next((part.name for part in parts if part.name not in given), parts[0].name)
+            said = f"`{folder}` has no `{missing}` that fits the rest of what it trains there"
+            raise CheckpointError(said, hint="the adapter belongs to another model, or trains a tied weight apart")
+        found[names[0]] = whole
+    if left:
+        raise CheckpointError(f"`{folder}` holds `{min(left)}`, which {type(model).__name__} does not have")
+    return found
+
+
+@torch.no_grad()
+def fill(model: nn.Module, trained: Mapping[str, Tensor]) -> list[str]:
+    """Put parameters that were trained beside adapters into a model; the names of their modules."""
+    for name, value in trained.items():
+        model.get_parameter(name).copy_(value)
+    return sorted({name.rpartition(".")[0] for name in trained})
+
+
+def _is_of_module(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor of an adapter's file is of a module that was trained whole."""
+    modules = config.get("modules_to_save") or []
+    module = name.removeprefix(_PREFIX).rpartition(".")[0]
+    return ".lora_" not in name and any(
+        f".{module}".endswith(f".{each}") or f".{each}." in f".{module}" for each in modules
+    )
 
 
 def _check_shapes(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Module) -> None:
@@ -237,12 +327,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_supported(config: Mapping[str, Any], folder: Path) -> None:
-    plain = {"peft_type": ("LORA",), "bias": ("none", None), "modules_to_save": (None, []), "lora_bias": (False, None)}
+    plain = {"peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None)}
     plain |= dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices"), (None, [], {}))
     plain |= dict.fromkeys(("use_qalora", "use_bdlora"), (False, None))
     for name, values in plain.items():
         if config.get(name) not in values and name in config:
-            hint = "LoRA and DoRA of linear layers are supported, without trained biases or other modules"
+            hint = "LoRA and DoRA of linear layers are supported, without trained biases"
             raise CheckpointError(f"`{folder / CONFIG}`: {name} is {config[name]!r}", hint=hint)
 
 
@@ -288,7 +378,7 @@ def _check_known(tensors: Mapping[str, Tensor], given: Mapping[str, LowRank], fo
         more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
         raise CheckpointError(
             f"`{folder / WEIGHTS}` holds `{left[0]}`{more}, which belong to no adapter of a linear layer",
-            hint="adapters of embeddings and fully trained modules are not supported",
+            hint="adapters of embeddings are not supported",
         )
     if not given:
         raise CheckpointError(f"`{folder / WEIGHTS}` holds no adapter")

@@ -141,6 +141,7 @@ def _with_adapter(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
         raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
     built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}")
     merge(built, adapter_folder.read(folder, built))
+    adapter_folder.fill(built, adapter_folder.read_modules(folder, built))
     own = folder / "tokenizer.json"
     return built, load_tokenizer(own) if own.is_file() else tokenizer
 

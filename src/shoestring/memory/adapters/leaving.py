@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.core.job import Job
+from shoestring.memory.adapters.layers import parameters_of
 from shoestring.models import adapter_folder, nf4
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_in
 from shoestring.models.rounding import dequantize
@@ -49,9 +50,14 @@ def save_adapters(job: Job, feature: str, folder: Path, base: str, dropout: floa
     """
     record: Any = job.kept[feature].state
     names = [f"{layer}.{name}" for layer in record.scales for name in (A, B, MAGNITUDE)]
+    names += [name for each in parameters_of(job.module, record.modules).values() for name in each]
     state = job.weights()
     values = {name: state[name] for name in names if name in state}
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
     if job.world.first:
         adapters, fingerprint = adapters_in(whole, record.scales), record.fingerprint
-        adapter_folder.write(folder, job.module, adapters, base=base, fingerprint=fingerprint, dropout=dropout)
+        added = {f"{layer}.{name}" for layer in record.scales for name in (A, B, MAGNITUDE)}
+        trained = {name: value for name, value in whole.items() if name not in added}
+        adapter_folder.write(
+            folder, job.module, adapters, base=base, fingerprint=fingerprint, dropout=dropout, trained=trained
+        )

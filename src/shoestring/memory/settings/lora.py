@@ -25,6 +25,10 @@ class LoRA(Feature):
     layers: tuple[str, ...] = ()
     """Patterns of the names of the linear layers to adapt, such as `blocks.*.attention.*`; by default all linear layers
     of the blocks, and neither embeddings nor the head."""
+    modules_to_train: tuple[str, ...] = ()
+    """Patterns of the names of modules whose own weights are trained beside the adapters, such as `embed` or `lm_head`
+    (`modules_to_save` of PEFT). Training the embeddings helps where a text is far from those that the model was made
+    for; each weight so trained takes a gradient and optimizer state of its size, and is not rounded."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
@@ -55,7 +59,7 @@ class LoRA(Feature):
     adds_parameters: ClassVar = True
 
     def check(self, job: Job) -> None:
-        from shoestring.memory.adapters.layers import choose, unmatched
+        from shoestring.memory.adapters.layers import choose, trained_modules, unmatched
         from shoestring.models import adapter_folder, nf4
 
         if self.rank < 1:
@@ -64,9 +68,10 @@ class LoRA(Feature):
             raise ConfigError(f"`{self.name}.alpha` must be a positive number, got {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"`{self.name}.dropout` is a probability in [0, 1), got {self.dropout}")
-        if self.adapter and self.layers:
-            hint = f"remove `{self.name}.layers`"
-            raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
+        for name in ("layers", "modules_to_train"):
+            if self.adapter and getattr(self, name):
+                hint = f"remove `{self.name}.{name}`"
+                raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
         if self.adapter:
             adapter_folder.read(Path(self.adapter), job.module)
         if self.base_type == "nf4":
@@ -74,7 +79,8 @@ class LoRA(Feature):
                 hint = f"set `{self.name}.base_bits` to 4"
                 raise ConfigError(f"`{self.name}.base_type` nf4 is of 4 bits, not {self.base_bits}", hint=hint)
             nf4.library()
-        choice = choose(job.module, self.layers)
+        trained_modules(job.module, self.modules_to_train)
+        choice = choose(job.module, self.layers, self.modules_to_train)
         if choice.adapted and (none := unmatched(job.module, self.layers)):
             hint = f"there are {choice.examples}"
             raise ConfigError(f"`{self.name}.layers`: `{none[0]}` matches no linear layer", hint=hint)
@@ -111,13 +117,14 @@ class LoRA(Feature):
             return f"trains the adapter in `{self.adapter}` further"
         facts = job.trace.facts
         if "adapted_layers" not in facts:  # `shoestring check` attaches nothing
-            facts = sizes(job.module, self.layers, self.rank, dora=self.dora)
+            facts = sizes(job.module, self.layers, self.rank, dora=self.dora, modules=self.modules_to_train)
         base = f" of {self.base_bits} bits" if self.base_bits else ""
         base += " in NF4" if self.base_type == "nf4" else ""
         return (
             f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank} in {facts['adapted_layers']:,.0f} linear layers: "
-            f"{facts['adapter_parameters']:,.0f} parameters are trained beside {facts['frozen_parameters']:,.0f} "
-            f"frozen ones{base}"
+            f"{facts['adapter_parameters']:,.0f} parameters are trained"
+            + (f", those of {', '.join(self.modules_to_train)} among them," if self.modules_to_train else "")
+            + f" beside {facts['frozen_parameters']:,.0f} frozen ones{base}"
         )
 
     def reduction(self, trace: Trace) -> Reduction | None:
@@ -127,5 +134,5 @@ class LoRA(Feature):
             used=trained,
             without=frozen,
             measured=False,
-            cost="the model can only change by matrices of low rank",
+            cost="the frozen layers can only change by matrices of low rank",
         )
