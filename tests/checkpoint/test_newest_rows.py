@@ -77,13 +77,9 @@ def prepared(tmp_path):
 
 @pytest.mark.parametrize(
     ("saves", "late"),
-    [
-        ("memory", False),
-        pytest.param("plain", True, marks=pytest.mark.slow),
-        pytest.param("plain", False, marks=pytest.mark.slow),
-        pytest.param("memory", True, marks=pytest.mark.slow),
-    ],
+    [("memory", False), ("plain", True), ("plain", False), ("memory", True)],
 )
+@pytest.mark.slow
 def test_a_kill_between_a_checkpoint_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
     folder, through = prepared("killed", saves), prepared("through", saves)
     assert ended(train_and_die, str(folder), late) == -signal.SIGKILL

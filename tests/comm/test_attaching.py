@@ -93,8 +93,8 @@ CONSERVING = [
     ("wrap", "own_step", "none", "micro"),
     [
         (True, False, True, 1),
-        (True, True, True, 1),
-        (True, True, False, 1),
+        pytest.param(True, True, True, 1, marks=pytest.mark.slow),
+        pytest.param(True, True, False, 1, marks=pytest.mark.slow),
         (True, False, True, 2),
         (False, False, True, 1),
     ],

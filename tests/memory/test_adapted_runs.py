@@ -216,6 +216,7 @@ def run_file(folder, base, **lora):
     )
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_merged_model_and_its_adapter_and_another_run_goes_on_from_it(tmp_path, base, capsys):
     assert main(["train", str(run_file(tmp_path, base))]) == 0
     run, tokens = tmp_path / "run", batch()["inputs"]
