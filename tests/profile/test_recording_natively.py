@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoestring.core.trace import span
 from shoestring.profile import profiled
 from shoestring.profile.lines import by_line
 from shoestring.profile.tree import NodeKind
@@ -131,6 +132,20 @@ def test_spans_may_overlap_and_still_all_time_is_somewhere_once():
     assert sum(tree.count[node] for node in operators(tree, "aten::exp")) == 3
     assert (tree.own[tree.kind != NodeKind.PYTHON] >= 0).all()
     assert tree.inclusive[0] / 1e9 + facts.overhead == pytest.approx(facts.seconds, rel=0.02)
+
+
+def test_a_span_that_a_profile_does_not_see_end_is_not_in_the_next_one():
+    work = span("of the first profile", "compute")
+    with profiled():
+        work.__enter__()
+        torch.ones(3).exp()
+    with profiled() as result:
+        torch.ones(3).exp()
+    work.__exit__(None, None, None)
+    tree = result.profile.tree
+    assert not [n for n in range(len(tree)) if tree.kind[n] == NodeKind.SPAN]
+    (exp,) = operators(tree, "aten::exp")
+    assert tree.kind[tree.parent[exp]] == NodeKind.PYTHON
 
 
 def test_python_within_a_span_is_on_the_lines_that_run_and_not_the_operators_time():

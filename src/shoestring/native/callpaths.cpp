@@ -304,6 +304,7 @@ struct Thread {
     std::atomic<uint64_t> torch_thread{0};
     uint64_t lost = 0, ident = 0;
     uint32_t index = 0, level = 0;  // `level`: size of `stack`
+    uint32_t profile = 0;  // the one that what runs began in; what an earlier one left open is forgotten
     bool lasting = false, fresh = false;
     void* timer = nullptr;  // of samples of its native frames
     Open open[OPERATORS];
@@ -601,6 +602,7 @@ uint32_t path_below(Thread& own, const Open& above) {
 std::atomic<bool> with_frames{true}, looking{false}, at_random{false};
 std::atomic<int64_t> looks{0};
 at::CallbackHandle recorder = 0, looker = 0;
+std::atomic<uint32_t> profiles{0};  // that were begun
 bool running = false, paused = false;
 uint64_t torch_cost = 0;  // ticks that torch takes to call us, an operator
 
@@ -660,6 +662,11 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     if (__builtin_expect(forked, 0)) return nullptr;
     if (__builtin_expect(!mine, 0) && !arrive()) return nullptr;
     Thread& own = *mine;
+    if (__builtin_expect(own.profile != profiles.load(std::memory_order_relaxed), 0)) {
+        own.profile = profiles;
+        own.depth = 0;
+        own.spans.clear();
+    }
     if (own.depth >= OPERATORS) {
         own.depth++;
         return nullptr;
@@ -754,7 +761,7 @@ void finish(Thread& own, uint32_t place, uint64_t entered) {
 
 void end(const at::RecordFunction& fn, at::ObserverContext*) {
     uint64_t entered = now();
-    if (!mine || !mine->depth) return;  // it began before we did
+    if (!mine || !mine->depth || mine->profile != profiles) return;  // it began before we did
     Thread& own = *mine;
     if (own.depth > OPERATORS) {
         own.depth--;
@@ -921,6 +928,7 @@ int callpaths_start(int frames) {
     with_frames = frames;
     looks = LOOKS;
     at_random = false;
+    profiles++;
     looking = running = true;
     using enum at::RecordScope;
     recorder = at::addGlobalCallback(
@@ -1061,7 +1069,7 @@ uint32_t callpaths_inside(uint64_t ident) {
         Thread& one = *everybody[i];
         if (!one.lasting || one.ident != ident) continue;
         uint32_t depth = one.depth;
-        if (!depth) return 0;
+        if (!depth || one.profile != profiles) return 0;
         const Open& open = one.open[std::min(depth, OPERATORS) - 1];
         return depth <= OPERATORS && one.at(open.node).kind == SPAN ? open.node : ~0u;
     }
