@@ -150,7 +150,7 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     yield ""
     yield f"predicted   against {next(iter(decision.predicted))}, by what steps learn"
     baseline = facts["predicted_ddp_seconds"]
-    ordered = sorted(decision.predicted.items(), key=lambda item: item[1] / decision.worth.get(item[0], 1.0))
+    ordered = sorted(decision.predicted.items(), key=lambda item: (item[1] + rest) / decision.worth.get(item[0], 1.0))
     shown = [*ordered[:SHOWN], *[item for item in ordered[SHOWN:] if item[0] in ("DDP", "dense", decision.choice)]]
     for name, seconds in shown:
         mark = "   <- chosen" if name == decision.choice else ""

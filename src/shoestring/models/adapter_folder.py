@@ -85,7 +85,7 @@ def write(
             if adapter.magnitude is not None:
                 tensors[start + _SUFFIXES["magnitude"]] = adapter.magnitude[part.rows].detach().cpu().clone()
     beside = {
-        part.name: value.detach()[part.rows].cpu().clone()
+        part.name: (value.detach()[part.rows] if value.dim() else value.detach()).cpu().clone()
         for name, value in (trained or {}).items()
         for part in _parameters_of(model)[name]
     }
@@ -130,7 +130,7 @@ def _parameters_of(model: nn.Module) -> dict[str, list[LayerPart]]:
             found["embed.weight"].append(LayerPart("lm_head.weight", embedding.rows))
         return found
     every = model.named_parameters(remove_duplicate=False)
-    return {name: [LayerPart(name, slice(None) if value.dim() else slice(0))] for name, value in every}
+    return {name: [LayerPart(name, slice(None))] for name, _ in every}
 
 
 def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
@@ -249,7 +249,7 @@ def read_modules(folder: Path, model: nn.Module) -> dict[str, Tensor]:
             left.discard(part.name)
             if not _equal(rows.setdefault((part.rows.start, part.rows.stop), value), value):
                 raise CheckpointError(f"`{folder}` has another `{part.name}`, which this model ties to another weight")
-        whole = torch.cat([rows[key] for key in sorted(rows, key=str)]) if len(rows) > 1 else next(iter(rows.values()))
+        whole = torch.cat(list(rows.values())) if len(rows) > 1 else next(iter(rows.values()))
         tied = len(theirs) == len(parts) or config.get("ensure_weight_tying")
         if whole.shape != shape or not tied:
             missing = next((part.name for part in parts if part.name not in given), parts[0].name)
@@ -273,9 +273,7 @@ def _is_of_module(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor of an adapter's file is of a module that was trained whole."""
     modules = config.get("modules_to_save") or []
     module = name.removeprefix(_PREFIX).rpartition(".")[0]
-    return ".lora_" not in name and any(
-        f".{module}".endswith(f".{each}") or f".{each}." in f".{module}" for each in modules
-    )
+    return ".lora_" not in name and any(module.endswith(each) or f"{each}." in module for each in modules)
 
 
 def _check_shapes(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Module) -> None:
