@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from benchmarks import comm
 from benchmarks.comm import added, auto, efficiency, encoding, pictures, safety, selection, wire_bytes
 from benchmarks.comm.contest import TRIAL, Contest, Sizes
 from benchmarks.comm.store import Store
-from benchmarks.harness import Bar, Deadline, main
+from benchmarks.harness import Bar, Deadline, OutOfBudget, main
 from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS, Measured, NotRun
 from shoestring.testing.netlab import netlab_available
@@ -47,6 +48,7 @@ def flags() -> argparse.ArgumentParser:
     found.add_argument("--budget", type=float, default=float("inf"))
     found.add_argument("--trial", action="store_true")
     found.add_argument("--pictures", action="store_true")
+    found.add_argument("--curves", action="store_true")
     return found
 
 
@@ -61,6 +63,10 @@ def command(argv: Sequence[str]) -> int:
         curves = None if known.trial else RESULTS / "runs" / "comm"
         return Contest(Store(known.cache, deadline.check), sizes, curves)
 
+    if known.curves:
+        with suppress(OutOfBudget):
+            ask().prepare()
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         if known.pictures:
             place = Path(folder) if known.trial else pictures.PICTURES

@@ -307,8 +307,14 @@ class Contest:
 
     def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
         """All peers that are installed, the best first."""
-        there = [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
-        return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in there)])
+        return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in _there(families))])
+
+    def prepare(self) -> None:
+        """Make the curves that the figures need. Of all that takes hours, they alone may be made beside other work."""
+        families = _there((*OURS, *PEERS))
+        chosen = [self.chosen(family, rate) for rate in RATES for family in families]
+        for method in (self.dense_muon, *chosen):
+            self.worth(self.learner(method))
 
     def dense_figures(self, rate: str) -> list[Figure]:
         """DDP's, with Muon too, and of its bf16 hook, which is taken to need no more steps.
@@ -357,6 +363,11 @@ class Contest:
 
     def _cooled_loss(self, method: Method, seed: int, length: int) -> float:
         return self._curve(method, seed, length, cool=self.sizes.cool)[-1][1]
+
+
+def _there(families: Iterable[Family]) -> list[Family]:
+    """Those that are installed."""
+    return [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
 
 
 def _sorted(figures: Iterable[Figure]) -> list[Figure]:

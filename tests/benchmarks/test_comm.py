@@ -24,6 +24,9 @@ from benchmarks.comm.store import Store
 from benchmarks.comm.wire_bytes import ALL, codecs, sparse
 from benchmarks.comm.worker import sent_bytes
 from benchmarks.rows import unique
+from shoestring import comm
+from shoestring.core.job import Job
+from shoestring.core.world import World
 from shoestring.testing.netlab import netlab_available
 
 REASON = netlab_available()
@@ -123,6 +126,25 @@ def test_the_best_rate_of_learning_is_found_though_it_is_not_on_the_first_grid(c
     assert contest.chosen(PEERS[0], "100mbit").lr == 3e-3
     monkeypatch.setattr("benchmarks.comm.contest.LRS", (1.2e-2, 2.4e-2, 4.8e-2))
     assert contest.tuned(TORCH).lr == 3e-3
+
+
+def test_the_curves_can_be_made_before_any_time_is_measured(contest):
+    contest.prepare()
+    made = contest.store.made
+    for rate in ("100mbit", "1mbit"):
+        for family in (PER_STEP, PEERS[0]):
+            contest.worth(contest.learner(contest.chosen(family, rate)))
+    assert contest.store.made == made
+    contest.best(PER_STEP, "1mbit")
+    assert contest.store.made > made  # its seconds on slow links
+
+
+def test_every_setting_can_be_attached_to_the_small_model():
+    model = Sizes().learner.model(0)
+    for method in (method for family in (*OURS_FAMILIES, *PEERS) for method in family.bases if method.kind == "ours"):
+        job = Job(model, world=World(size=4, local_size=1))
+        job.progress.total = method.horizon or Sizes().steps
+        getattr(comm, method.feature)(**method.settings).check(job)
 
 
 def test_a_slow_link_is_given_the_setting_with_fewer_bytes(contest):

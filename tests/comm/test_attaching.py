@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,15 +16,8 @@ import attaching
 from shoestring import comm
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 from tests.small_jobs import batch, small_job
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 def equal(results: list[dict]) -> bool:
@@ -106,12 +98,6 @@ def test_what_an_unused_layer_is_owed_stays_owed(pool, feature, wrap, own_step, 
     for result in pool.call(attaching.conserved, feature=encode(feature), **arguments):
         assert result["residuals"] > 1e-4
         assert result["apart"] < 1e-6
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def test_dgc_clips_the_norm_of_all_gradients_whatever_the_parts(pool):

@@ -31,17 +31,10 @@ from shoestring.planning.cluster import Collective
 from shoestring.planning.simulate import Decision
 from shoestring.run import load
 from shoestring.testing import Pool, jobs
-from shoestring.testing.suite import shared
 
 MB = 1_000_000
 STEP, CODE = 1.0, 0.05  # seconds of a forward and backward pass, and of a codec on all gradients
 LOCAL = {"localsgd(every=8)": LocalSGD(every=8), "overlapped": LocalSGD(every=8, delay=6)}
-
-
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Pool:
-    """The two ranks of all conformance tests."""
-    return shared(request.config)["pool"]
 
 
 def measured(bandwidth: float, *calls: str) -> Measurements:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import counting
 
 from shoestring.comm.codecs.dense import join
-from shoestring.testing.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(("order", "dtype", "passes"), [

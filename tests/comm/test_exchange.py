@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,8 @@ def label(feature: Feature) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
+def pool(four: Pool) -> Pool:
+    return four
 
 
 def equal(results: list[dict]) -> bool:

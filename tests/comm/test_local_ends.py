@@ -23,14 +23,6 @@ from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
-from shoestring.testing.suite import shared
-
-
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Pool:
-    """The two ranks of all conformance tests."""
-    return shared(request.config)["pool"]
-
 
 WHOLE = LocalSGD(every=10, delay=8, alpha=1.0)
 GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, alpha=1.0)
@@ -38,8 +30,8 @@ GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, alpha=1.0)
 
 @pytest.mark.parametrize(("feature", "steps", "stop", "last"), [
     (WHOLE, 17, 0, 17),
-    (WHOLE, 18, 0, 18),
-    (WHOLE, 19, 0, 19),
+    pytest.param(WHOLE, 18, 0, 18, marks=pytest.mark.slow),
+    pytest.param(WHOLE, 19, 0, 19, marks=pytest.mark.slow),
     (WHOLE, 40, 15, 28),
     (GROWING, 17, 0, 17),
     (GROWING, 40, 15, 18),  # what is sent after step 15 carries the vote, and arrives three steps later

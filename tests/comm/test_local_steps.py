@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,6 @@ from shoestring.optim import Clip, Muon
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
-from shoestring.testing.suite import shared
-
-
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Pool:
-    """The two ranks of all conformance tests."""
-    return shared(request.config)["pool"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
-
 
 # -- written by hand --------------------------------------------------------------------------------------------------
 

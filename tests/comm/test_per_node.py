@@ -107,7 +107,7 @@ def test_nothing_is_lost_by_what_the_wire_rounds(dtype):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_the_budget_holds_over_any_window(selector, share):
     """0.1: less than the price of a matrix, which travels in pieces."""
     budget, went, seen = share * WHOLE, [], dict.fromkeys(SHAPES, 0)

@@ -40,7 +40,6 @@ from shoestring.planning.cluster import Cluster, Collective
 from shoestring.planning.simulate import makespan
 from shoestring.run import load
 from shoestring.testing import FeatureSuite
-from shoestring.testing.pool import Pool
 
 MB = 1_000_000
 SIZES = {f"layer{each}": MB for each in range(8)}
@@ -321,12 +320,6 @@ def test_all_whole_is_dense():
 
 
 # -- in a job ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(2) as pool:
-        yield pool
 
 
 def test_measuring_leaves_no_trace(pool):

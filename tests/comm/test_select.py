@@ -91,7 +91,7 @@ def test_ranks_choose_alike_and_decode_alike(selector):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("share", [0.08, 0.4])
+@pytest.mark.parametrize("share", [0.08, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_the_budget_holds_over_any_window(selector, share):
     """0.08: less than the price of every matrix, which must be saved for."""
     budget, sent, seen = share * WHOLE + TELLING, [], dict.fromkeys(SHAPES, 0)
