@@ -9,6 +9,7 @@ import pytest
 
 from shoestring.cli import main
 from shoestring.profile import load, profiled
+from shoestring.profile.comparison import merged
 from shoestring.profile.jax_calls import Compilations
 from shoestring.profile.jax_collector import JaxCollector
 from shoestring.profile.jax_programs import parse_program
@@ -306,6 +307,9 @@ def test_the_command_profiles_a_program_that_imports_jax(program, tmp_path, caps
     assert "hidden @ w" in out
     lines = by_line(load(tmp_path / "it.npz").tree)
     assert lines[str(program[0]), line_of("return hidden @ w")].backward > 0
+    profile = load(tmp_path / "it.npz")
+    assert 0 < profile.facts.beside < profile.facts.processor  # what its windows took is said, though no line has it
+    assert merged([profile, profile]).facts.beside == 2 * profile.facts.beside
 
 
 @pytest.mark.slow

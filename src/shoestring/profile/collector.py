@@ -142,6 +142,7 @@ class Collector:
                 share=self.windows.recorded / seconds if self.windows is not None else 1.0,
                 versions=versions(),
                 processor=processor,
+                beside=self.sampler.seconds,
                 cores=cores(),
                 threads=self.surroundings.threads,
                 memory=self.surroundings.memory,

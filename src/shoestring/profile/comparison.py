@@ -48,6 +48,7 @@ def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
         overhead=sum(profile.facts.overhead for profile in profiles),
         lost=sum(profile.facts.lost for profile in profiles),
         processor=sum(profile.facts.processor for profile in profiles),
+        beside=sum(profile.facts.beside for profile in profiles),
         unseen=list(dict.fromkeys(said for profile in profiles for said in profile.facts.unseen)),
         steps=max(profile.facts.steps for profile in profiles),
     )

@@ -86,6 +86,8 @@ class JaxCollector(threading.Thread):
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
         self.operations, self.learning = 0, 0.0
         """Operations seen in all windows, and processor seconds in which compiled programs were read."""
+        self.spent = 0.0
+        """Processor seconds of all that recording took, but for that reading."""
         self.failure = ""
 
     @contextmanager
@@ -143,8 +145,8 @@ class JaxCollector(threading.Thread):
             here: processor seconds of this thread.
             everywhere: of the process, which has waited if they are fewer than have passed, and many threads if more.
         """
-        spent = here - self.learning + self.operations * EVENT
-        return spent <= self.budget * min(everywhere - spent, time.perf_counter() - self.first)
+        self.spent = here - self.learning + self.operations * EVENT
+        return self.spent <= self.budget * min(everywhere - self.spent, time.perf_counter() - self.first)
 
     def finish(self) -> None:
         """End; the window that is open counts."""
@@ -248,6 +250,7 @@ class JaxCollector(threading.Thread):
                 facts,
                 waits=facts.waits | self.compilations.largest(),
                 versions=facts.versions | {"jax": jax.__version__},
+                beside=facts.beside + self.spent + self.learning,
             )
         if not self.totals:
             return replace(profile, facts=facts)

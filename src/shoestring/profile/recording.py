@@ -98,6 +98,8 @@ class Facts:
     """What recorded the operators: `native`, or `torch.profiler` where nothing could be compiled."""
     processor: float = 0.0
     """Processor seconds of all threads of the process, with those that recording took; 0 is not known."""
+    beside: float = 0.0
+    """Processor seconds of those that recording took beside the program: on threads of its own, and all of JAX's."""
     cores: int = 0
     """Processor cores that the process could use; 0 is not known."""
     threads: int = 0

@@ -59,11 +59,12 @@ def _headline(profile: Profile) -> Iterator[str]:
     title = title if len(title) <= 60 else f"{title[:59]}…"
     steps = f", {facts.steps:,} steps" if facts.steps else ""
     yield f"{title}: {facts.seconds:.2f} s{ranks}{steps}"
-    imported = import_time(tree)
+    imported, share = import_time(tree), facts.beside / (facts.seconds or 1)
+    more = f", and {seconds(facts.beside * 1e9)} on other threads ({share:.1%})" if share >= _NOTABLE else ""
     outside = seconds(own[python].sum() - imported)
     yield (
         f"{forward} in operators, {backward} in the backward pass, {outside} in Python outside of operators; recording"
-        f" took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%})"
+        f" took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%}){more}"
     )
     if imported > _NOTABLE * tree.inclusive[0]:
         yield f"importing packages took {seconds(imported)}, which is in no line and no share"

@@ -169,6 +169,7 @@ def _strip(profile: Profile) -> Markup:
             "In Python outside of them": seconds(python - imported),
             "Importing packages, in no share": seconds(imported) if imported else "",
             "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
+            "For recording, on other threads": f"{facts.beside / (facts.seconds or 1):.1%}" if facts.beside else "",
             "Processor time of all threads": f"{facts.processor:.2f} s" if facts.processor else "",
             "Threads of an operator": f"{facts.threads} on {facts.cores} cores" if facts.threads else "",
             "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
