@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring.memory import traced
+from shoestring.memory.tracing.labels import STEPPED, optimizer_state
 from shoestring.testing.held_resources import fresh_garbage
 from tests.memory.observed import needs_compiler
 
@@ -194,3 +195,16 @@ def test_losses_are_the_same_bits_with_it(compiled):
         assert losses(True) == plain
     if not compiled:
         assert any(name.name.startswith("blocks.1") for name in memory.profile.main.names)
+
+
+def test_state_of_what_is_stepped_in_place_of_a_parameter_has_the_parameters_name():
+    """So a comparison of a run with offload and one without does not list all state twice."""
+    model = nn.Linear(3, 2)
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.Adam(masters)
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    names = {id(master): f"{name} ({STEPPED})" for name, master in zip(("weight", "bias"), masters, strict=True)}
+    found = {name for _, name, _ in optimizer_state([optimizer], names)}
+    assert found == {f"{name}.{key}" for name in ("weight", "bias") for key in ("exp_avg", "exp_avg_sq", "step")}

@@ -14,6 +14,7 @@ from shoestring.core.errors import ShoestringError
 from shoestring.core.feature import Phase
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
 from shoestring.memory.tracing import page
+from shoestring.memory.tracing.labels import STEPPED
 from shoestring.memory.tracing.recorder import AllocationRecorder
 from shoestring.memory.tracing.recording import FORMAT, MemoryProfile
 from shoestring.memory.tracing.summary import by_size, outside
@@ -124,7 +125,7 @@ class _TracedSteps:
         own = {id(parameter) for parameter in self.job.module.parameters()}
         for name, tensor in self.job.trained.items():
             if id(tensor) not in own:
-                yield "optimizer state", f"{name} (what the optimizer steps)", tensor
+                yield "optimizer state", f"{name} ({STEPPED})", tensor
                 if tensor.grad is not None:
                     yield "gradient", name, tensor.grad
 

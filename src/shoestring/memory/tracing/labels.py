@@ -142,6 +142,11 @@ def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
     return [module for module in found if module is not None]
 
 
+STEPPED = "what the optimizer steps"
+"""Stands behind a parameter's name for what is stepped in its place. State has the parameter's name alone, so that two
+runs with and without such tensors differ by what they have more of."""
+
+
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Tensor]]:
     """Kind, name and tensor of optimizers' state, and of what they step that is no parameter of a module.
 
@@ -158,7 +163,7 @@ def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -
                 if parameter.grad is not None:
                     yield "gradient", name, parameter.grad
             for key, value in _tensors(optimizer.state.get(parameter, {})):
-                yield "optimizer state", f"{name}.{key}", value
+                yield "optimizer state", f"{name.removesuffix(f' ({STEPPED})')}.{key}", value
 
 
 def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
