@@ -49,6 +49,7 @@ def flags() -> argparse.ArgumentParser:
     found.add_argument("--trial", action="store_true")
     found.add_argument("--pictures", action="store_true")
     found.add_argument("--curves", action="store_true")
+    found.add_argument("--seeds", type=int)
     return found
 
 
@@ -57,11 +58,12 @@ def command(argv: Sequence[str]) -> int:
     known, rest = flags().parse_known_args(argv)
     deadline = Deadline(60 * known.budget)
     sizes = TRIAL if known.trial else Sizes()
+    sizes = replace(sizes, seeds=sizes.seeds[: known.seeds])
 
     @cache
     def ask() -> Contest:
-        curves = None if known.trial else RESULTS / "runs" / "comm"
-        return Contest(Store(known.cache, deadline.check), sizes, curves)
+        kept = None if known.trial else RESULTS / "runs" / "comm"
+        return Contest(Store(known.cache, deadline.check), sizes, kept)
 
     if known.curves:
         with suppress(OutOfBudget):

@@ -126,18 +126,30 @@ class Figure:
 
 @dataclass
 class Contest:
-    """The comparison; runs come out of the store, and curves out of a folder of their own, which is kept."""
+    """The comparison; runs come out of the store, and what figures need of them out of a folder that git keeps."""
 
     store: Store
     sizes: Sizes = field(default_factory=Sizes)
-    curves: Path | None = None
-    """By default inside of the store."""
-
-    # -- curves --------------------------------------------------------------------------------------------------------
+    folder: Path | None = None
+    """Of curves and times; by default inside of the store."""
 
     @cached_property
-    def _curves(self) -> Store:
-        return Store(self.curves or self.store.folder / "curves", self.store.check, ignored=self.curves is None)
+    def _kept(self) -> Store:
+        return Store(self.folder or self.store.folder / "kept", self.store.check, ignored=self.folder is None)
+
+    def timed(self, spec: Spec) -> list[list[dict[str, Any]]]:
+        """Seconds and bytes of the steps of a launch, by method and rank."""
+
+        def make() -> dict[str, Any]:
+            run = self.store.get(spec)
+            logs = [[{name: log[name] for name in ("seconds", "sent")} for log in ranks] for ranks in run["logs"]]
+            names = [method.name for method in spec.methods]
+            return {"commit": run.get("commit"), "methods": names, "rate": spec.rate, "logs": logs}
+
+        logs: list[list[dict[str, Any]]] = self._kept.kept(spec.key, make)["logs"]
+        return logs
+
+    # -- curves --------------------------------------------------------------------------------------------------------
 
     def _curve(self, method: Method, seed: int, length: int, *, until: float = 0.0, cool: float = 0.0) -> Any:
         """Steps and held-out losses of a run of the learner; only at the end of one with a cool-down."""
@@ -151,7 +163,7 @@ class Contest:
             log = run["logs"][0][0]
             return {"commit": run.get("commit"), "method": method.name, "held_out": log["held_out"]}
 
-        return [(step, loss) for step, loss in self._curves.kept(spec.key, make)["held_out"]]
+        return [(step, loss) for step, loss in self._kept.kept(spec.key, make)["held_out"]]
 
     def curve(self, method: Method, seed: int) -> list[tuple[int, float]]:
         """To DDP's loss at the last mark, or as far as a method is given steps."""
@@ -211,7 +223,7 @@ class Contest:
     @cached_property
     def free(self) -> float:
         """Seconds of a step without communication; one for all, whatever else ran then."""
-        return step_seconds(self.store.get(self._spec(NONE, turn=8, warm=4))["logs"][0], 4)
+        return step_seconds(self.timed(self._spec(NONE, turn=8, warm=4))[0], 4)
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
@@ -233,12 +245,12 @@ class Contest:
     def _wire_seconds(self, method: Method, rate: str) -> float:
         """What the bytes of a step take at a rate, without anything else."""
         spec = self._spec(method.at(3e-3), turn=2 * method.period, warm=4, horizon=1000)
-        return step_bytes(self.store.get(spec)["logs"][0]) * 8 / bits_per_second(rate)
+        return step_bytes(self.timed(spec)[0]) * 8 / bits_per_second(rate)
 
     def slow(self, method: Method, rate: str) -> tuple[float, float]:
         """Seconds a step without communication, and with this method at a rate."""
         spec = self.slow_spec(method, rate)
-        free, logs = self.store.get(spec)["logs"]
+        free, logs = self.timed(spec)
         if method.local and spec.turn * spec.rounds > 2 * method.period:  # nothing lands in the first period
             logs = [{**log, "seconds": log["seconds"][method.period :]} for log in logs]
         stretch = method.period if method.local else spec.turn
@@ -310,11 +322,13 @@ class Contest:
         return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in _there(families))])
 
     def prepare(self) -> None:
-        """Make the curves that the figures need. Of all that takes hours, they alone may be made beside other work."""
+        """Make the curves that the figures need, seed by seed. Of all that takes hours, they alone may be made beside
+        other work."""
         families = _there((*OURS, *PEERS))
         chosen = [self.chosen(family, rate) for rate in RATES for family in families]
-        for method in (self.dense_muon, *chosen):
-            self.worth(self.learner(method))
+        for seed in self.sizes.seeds:
+            for method in (self.dense_muon, *chosen):
+                self.curve(self.learner(method), seed)
 
     def dense_figures(self, rate: str) -> list[Figure]:
         """DDP's, with Muon too, and of its bf16 hook, which is taken to need no more steps.

@@ -86,7 +86,7 @@ def whole(ask: Ask, by_peer: bool, _: Deadline) -> Measured:
         methods=(method,), turn=steps, rate=WHOLE_RATE, seed=contest.sizes.seeds[0], horizon=steps,
         setting=contest.sizes.setting,
     )  # fmt: skip
-    (logs,) = contest.store.get(spec)["logs"]
+    (logs,) = contest.timed(spec)
     real = max(sum(log["seconds"]) for log in logs)
     computed = figure.pace.elapsed(steps)
     note = f"{method.name}, {steps} steps at {WHOLE_RATE}: {real:.1f} s, computed {computed:.1f} s"

@@ -139,6 +139,16 @@ def test_the_curves_can_be_made_before_any_time_is_measured(contest):
     assert contest.store.made > made  # its seconds on slow links
 
 
+def test_what_figures_need_is_kept_where_the_cache_is_not(tmp_path):
+    def figure(cache):
+        contest = Contest(KnownResults(tmp_path / cache), Sizes(marks=(50, 100), look=10), tmp_path / "kept")
+        return contest.best(PEERS[0], "10mbit"), contest.store.made
+
+    (first, made), (second, made_again) = figure("one"), figure("two")
+    assert made > 0 and made_again == 0
+    assert str(first) == str(second)
+
+
 def test_every_setting_can_be_attached_to_the_small_model():
     model = Sizes().learner.model(0)
     for method in (method for family in (*OURS_FAMILIES, *PEERS) for method in family.bases if method.kind == "ours"):
