@@ -239,7 +239,7 @@ def test_a_run_writes_a_merged_model_and_its_adapter_and_another_run_goes_on_fro
     assert "predicted from its operators" in capsys.readouterr().out  # with the adapter's own rank, without its numbers
     assert main(["check", str(second), "--memory.lora.adapter", str(tmp_path / "none")]) == 2
     assert "none` holds no adapter" in capsys.readouterr().err
-    further = adapter_folder.read(again / "run/model/adapter", gpt())
+    further = adapter_folder.read(again / "run/model/adapter", gpt()).layers
     assert len(further["blocks.0.mlp.down"].a) == 2
     capsys.readouterr()
     save_pretrained(gpt(seed=5), tmp_path)

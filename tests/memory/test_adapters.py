@@ -134,7 +134,7 @@ def test_a_folder_comes_back_and_generates_as_the_model_with_its_adapters(tmp_pa
     back, _ = load_model(tmp_path / "adapter")
     torch.testing.assert_close(back(tokens), wanted, atol=1e-5, rtol=0)
     assert not torch.allclose(gpt()(tokens), wanted, atol=1e-2)
-    again = adapter_folder.read(tmp_path / "adapter", gpt())
+    again = adapter_folder.read(tmp_path / "adapter", gpt()).layers
     for name, adapter in adapters.items():
         for one, other in zip(again[name].tensors, adapter.tensors, strict=True):
             assert torch.equal(one, other)
@@ -176,7 +176,7 @@ def test_different_adapters_of_the_parts_of_a_layer_are_joined(tmp_path):
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {"v_proj": 6}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    adapters = adapter_folder.read(tmp_path, model)
+    adapters = adapter_folder.read(tmp_path, model).layers
     assert adapters["blocks.1.attention.qkv"].a.shape == (6, 32)
     expected = gpt()
     expected.blocks[1].attention.qkv.weight[:32] += changes["q_proj"]

@@ -45,6 +45,14 @@ class LayerPart(NamedTuple):
     rows: slice
 
 
+class SavedAdapter(NamedTuple):
+    """What a folder holds for a model: by the names of its layers, and by those of its parameters, in float32."""
+
+    layers: dict[str, LowRank]
+    parameters: dict[str, Tensor]
+    """That were trained beside the layers' adapters."""
+
+
 def find(path: Path | str) -> Path | None:
     """The folder of an adapter: `path` itself, the one in a model's folder, or that of a run; None where none is."""
     for folder in (Path(path), Path(path) / FOLDER, Path(path) / "model" / FOLDER):
@@ -183,21 +191,34 @@ def base_of(folder: Path) -> str:
     return str(_read_config(folder).get("base_model_name_or_path") or "")
 
 
-def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
-    """The adapters in a folder, for the layers of this model, in float32; without numbers where the model has none.
+def read(folder: Path, model: nn.Module) -> SavedAdapter:
+    """The adapter in a folder, for this model; without numbers where the model has none.
 
     Raises:
-        CheckpointError: there are none, they are of a kind that is not supported, or belong to another model.
+        CheckpointError: there is none, it is of a kind that is not supported, or belongs to another model.
     """
     config = _read_config(folder)
     _check_supported(config, folder)
     first = next(model.parameters())
     imagined = first.device if first.is_meta or is_fake(first) else None
     tensors, fingerprint = _read_weights(folder, imagined)
+    whole = {name: value for name, value in tensors.items() if _is_of_module(name, config)}
     for module in config.get("modules_to_save") or []:
-        if not any(_is_of_module(name, {"modules_to_save": [module]}) for name in tensors):
+        if not any(_is_of_module(name, {"modules_to_save": [module]}) for name in whole):
             raise CheckpointError(f"`{folder / CONFIG}`: modules_to_save has {module!r}, and the weights are not there")
-    tensors = {name: value for name, value in tensors.items() if not _is_of_module(name, config)}
+    layers = _layers({name: value for name, value in tensors.items() if name not in whole}, config, model, folder)
+    if imagined is None and fingerprint and fingerprint != fingerprint_of(model, layers):
+        base = config.get("base_model_name_or_path") or "another one"
+        raise CheckpointError(
+            f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
+        )
+    given = {name.removeprefix(_PREFIX): value for name, value in whole.items()}
+    return SavedAdapter(layers, _parameters(given, config, model, folder))
+
+
+def _layers(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: nn.Module, folder: Path
+) -> dict[str, LowRank]:
     given = {
         name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors))
         for name in _names(tensors)
@@ -216,24 +237,17 @@ def read(folder: Path, model: nn.Module) -> dict[str, LowRank]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         said = f"`{folder}` adapts `{left[0]}`{more}, which {type(model).__name__} does not have"
         raise CheckpointError(said, hint="the adapter belongs to another model")
-    if imagined is None and fingerprint and fingerprint != fingerprint_of(model, adapters):
-        base = config.get("base_model_name_or_path") or "another one"
-        raise CheckpointError(
-            f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
-        )
     return adapters
 
 
-def read_modules(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that were trained beside the adapters in a folder, by their names in this model, in float32.
+def _parameters(
+    given: Mapping[str, Tensor], config: Mapping[str, Any], model: nn.Module, folder: Path
+) -> dict[str, Tensor]:
+    """One value for each that was trained whole, tied ones too.
 
     Raises:
-        CheckpointError: there are none of some module, of another shape, or not one value for a weight that is tied.
+        CheckpointError: there is none for some part of it, of another shape, or not one for a weight that is tied.
     """
-    config = _read_config(folder)
-    first = next(model.parameters())
-    tensors, _ = _read_weights(folder, first.device if first.is_meta or is_fake(first) else None)
-    given = {name.removeprefix(_PREFIX): value for name, value in tensors.items() if _is_of_module(name, config)}
     named: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         named.setdefault(id(value), []).append(name)

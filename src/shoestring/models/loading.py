@@ -140,8 +140,9 @@ def _with_adapter(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
         hint = "add the path of that model's folder as `base_model_name_or_path` to its adapter_config.json"
         raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
     built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}")
-    merge(built, adapter_folder.read(folder, built))
-    adapter_folder.fill(built, adapter_folder.read_modules(folder, built))
+    adapter = adapter_folder.read(folder, built)
+    merge(built, adapter.layers)
+    adapter_folder.fill(built, adapter.parameters)
     own = folder / "tokenizer.json"
     return built, load_tokenizer(own) if own.is_file() else tokenizer
 

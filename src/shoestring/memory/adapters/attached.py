@@ -82,9 +82,8 @@ def _chosen(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[
     """The adapters by layer, and the modules whose own weights are trained, which have the values of an adapter that is
     trained further."""
     if settings.adapter:
-        folder = Path(settings.adapter)
-        adapters = adapter_folder.read(folder, model)
-        return adapters, adapter_folder.fill(model, adapter_folder.read_modules(folder, model))
+        adapter = adapter_folder.read(Path(settings.adapter), model)
+        return adapter.layers, adapter_folder.fill(model, adapter.parameters)
     choice = choose(model, settings.layers, settings.modules_to_train)
     if choice.left:
         name, why = next(iter(choice.left.items()))

@@ -73,8 +73,7 @@ class LoRA(Feature):
                 hint = f"remove `{self.name}.{name}`"
                 raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
         if self.adapter:
-            for read in (adapter_folder.read, adapter_folder.read_modules):
-                read(Path(self.adapter), job.module)
+            adapter_folder.read(Path(self.adapter), job.module)
         if self.base_type == "nf4":
             if self.base_bits != 4:
                 hint = f"set `{self.name}.base_bits` to 4"
