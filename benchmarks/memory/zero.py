@@ -25,6 +25,7 @@ def on_loopback(module: str, ranks: int, *arguments: str, folder: Path | None = 
     with tempfile.TemporaryDirectory() as fresh:
         out = (folder or Path(fresh)) / "out.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        torchrun.append(f"--log-dir={fresh}")
         run_command([*torchrun, "-m", module, str(out), *arguments])
         return json.loads(out.read_text())
 

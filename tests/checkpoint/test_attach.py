@@ -30,7 +30,8 @@ def ends(folder, die_at):
     folder.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     local = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command = [*torchrun, *local, "--monitor-interval", "0.1", str(SCRIPT), str(folder), "12", str(die_at)]
+    agent = ["--monitor-interval", "0.1", "--log-dir", str(folder / "agent")]
+    command = [*torchrun, *local, *agent, str(SCRIPT), str(folder), "12", str(die_at)]
     path = os.pathsep.join(filter(None, sys.path))
     # Otherwise torchrun gives ranks that it starts again the store of the dead, and torch's first group may hang in it.
     env = os.environ | {"PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

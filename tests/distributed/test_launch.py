@@ -29,13 +29,16 @@ def failing(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, capfd):
+def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, capfd, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
+    (failing / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(failing / "temporary"))
     assert main(["train", "run.toml", "--workers", "2", "--restarts", "2"]) == 2
     assert signal.getsignal(signal.SIGTERM) == before  # torch's agent sets one of its own
     assert (failing / "starts").read_text().count("start") == 2  # once each
     said = capfd.readouterr().err
     assert said.count("error: ") == 1 and "RuntimeError: on purpose" in said and "Traceback" not in said
+    assert not list((failing / "temporary").iterdir())
 
 
 def test_debug_reaches_workers(failing, capfd):

@@ -135,7 +135,8 @@ for _ in range(10):
 dist.destroy_process_group()
 """
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = run(tmp_path, program, torchrun, "--standalone", "--nproc-per-node", "2", "--no-python")
+    options = ("--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "agent"), "--no-python")
+    done = run(tmp_path, program, torchrun, *options)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         forward, backward = line_times(load(tmp_path / f"profile-{rank}.npz"), program, "work")

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
@@ -88,23 +89,25 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     if "shoestring-local" not in registry._registry:
         registry.register("shoestring-local", _build_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says what failed
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=f"shoestring-{os.getpid()}",
-        rdzv_backend="shoestring-local",
-        rdzv_endpoint=LOOPBACK,
-        max_restarts=0,  # the agent would also restart what cannot succeed
-        monitor_interval=0.1,
-        local_addr=LOOPBACK,
+    options: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": workers,
+        "run_id": f"shoestring-{os.getpid()}",
+        "rdzv_backend": "shoestring-local",
+        "rdzv_endpoint": LOOPBACK,
+        "max_restarts": 0,  # the agent would also restart what cannot succeed
+        "monitor_interval": 0.1,
+        "local_addr": LOOPBACK,
         **_GRACE,
-    )
+    }
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     code = 0
     for _ in range(restarts + 1):
         try:
-            with _handlers_restored():
+            with _handlers_restored(), TemporaryDirectory(prefix="shoestring-workers-") as said:
+                specs = DefaultLogsSpecs(log_dir=said)  # the agent would leave a folder of its own behind
+                config = LaunchConfig(logs_specs=specs, **options)
                 elastic_launch(config, sys.executable)("-m", "shoestring", *command)
         except ChildFailedError as error:
             code = _explain(error)

@@ -77,6 +77,7 @@ def launched(task: FaultyRun, restarts: int) -> Iterator[Launch]:
         "--nproc-per-node": task.ranks,
         "--max-restarts": restarts,
         "--monitor-interval": 0.05,
+        "--log-dir": task.place / "agent",
     }
     words = [str(word) for pair in options.items() for word in pair]
     module = ["-m", "shoestring.testing.checkpointing.trainee", json.dumps(asdict(task))]

@@ -95,6 +95,7 @@ class LabRun:
             "--rdzv-conf": RENDEZVOUS,
             "--rdzv-id": name,
             "--monitor-interval": "0.1",
+            "--log-dir": str(SHARED / f"{name}-agent"),
         }
         torchrun = [sys.executable, "-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
         train = ["-m", "shoestring", "train", self.run, "--run.folder", str(SHARED / name), *overrides]
