@@ -19,8 +19,8 @@ FOUR_BITS = ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", 
 PEERS = (
     Family("torch's PowerSGD hook", (TORCH, TORCH.but(rank=8), muon(TORCH.but(rank=8)))),
     Family("epfml's powersgd", (EPFML, EPFML.but(iterations=1), EPFML.but(rank=8, iterations=1))),
-    Family("DiLoCo", tuple(local("DiLoCo", "DiLoCo", every=every) for every in (25, 10, 50))),
-    Family("MuLoCo", tuple(muon(local("DiLoCo", "DiLoCo", every=every)) for every in (25, 10, 50))),
+    Family("DiLoCo", tuple(local("DiLoCo", "DiLoCo", every=every) for every in (25, 50, 100))),
+    Family("MuLoCo", tuple(muon(local("DiLoCo", "DiLoCo", every=every)) for every in (25, 50, 100))),
 )
 PER_STEP = Family(
     "per-step codec",
@@ -32,8 +32,8 @@ PER_STEP = Family(
 )
 # Streamed so that the wire hides: between four hosts a merge at 4 bits takes 6 steps at 10 Mbit/s and 55 at 1.
 EVERY_8 = local("LocalSGD H=8 4bit", "LocalSGD", every=8, fragments=4, delay=2, codec="4bit")
-EVERY_16 = local("LocalSGD H=16 4bit", "LocalSGD", every=16, fragments=4, delay=4, codec="4bit")
 EVERY_64 = local("LocalSGD H=64 4bit", "LocalSGD", every=64, fragments=6, delay=10, codec="4bit")
+OUTER_64 = local("DiLoCo H=64 4bit", "DiLoCo", every=64, fragments=6, delay=10, codec="4bit")
 LOCAL = Family("local steps", (EVERY_8, EVERY_64, replace(EVERY_8.but(start=20), horizon=1800)))
-MUON = Family("local steps of Muon", (muon(EVERY_8), muon(EVERY_16), muon(EVERY_64)))
+MUON = Family("local steps of Muon", (muon(EVERY_8), muon(EVERY_64), muon(OUTER_64)))
 OURS = (PER_STEP, LOCAL, MUON)
