@@ -232,6 +232,15 @@ def test_slow_methods_are_measured_for_fewer_steps(contest):
     assert contest.slow_spec(TORCH, "1mbit").steps >= 20
 
 
+def test_a_merge_that_takes_too_long_is_computed_from_its_bytes(tmp_path):
+    contest = Contest(KnownResults(tmp_path), Sizes(patience=0.5))
+    method = local("rare", "LocalSGD", every=4)
+    assert contest.slow(method, "1mbit") == pytest.approx((1.0, 1 + 0.8 / 4))
+    made = contest.store.made
+    contest.slow(method, "100mbit")
+    assert contest.store.made == made + 1  # at this rate it is measured
+
+
 def test_peers_are_tuned_as_long_as_ours():
     assert {len(family.bases) for family in (*PEERS, *OURS_FAMILIES)} == {3}
 
