@@ -31,8 +31,8 @@ def described(contest: Contest) -> str:
         f"curves of {of(sizes.learner)}, {sizes.learner.batch} x {sizes.learner.sequence} tokens a step on {RANKS} "
         f"ranks, seconds of {of(sizes.setting)}; target: DDP's loss at step {sizes.steps}, {sizes.most} times the steps"
         f" given; constant rates after a warm-up; held-out curves smoothed over {WINDOW} looks, {sizes.look} steps "
-        f"apart; a step of DDP that takes over 10 s on the wire, and a merge over {sizes.patience:g} s, are not measured "
-        f"and count as the wire alone; settings and rates of learning chosen on seed {sizes.tuning_seed}, {sizes.tuning_steps} steps"
+        f"apart; steps of DDP over 10 s and merges over {sizes.patience:g} s count as the wire alone; settings and"
+        f" rates of learning chosen on seed {sizes.tuning_seed}, {sizes.tuning_steps} steps"
     )
 
 
