@@ -28,7 +28,8 @@ class LoRA(Feature):
     modules_to_train: tuple[str, ...] = ()
     """Patterns of the names of modules whose own weights are trained beside the adapters, such as `embed` or `lm_head`
     (`modules_to_save` of PEFT). Training the embeddings helps where a text is far from those that the model was made
-    for; each weight so trained takes a gradient and optimizer state of its size, and is not rounded."""
+    for; each weight so trained takes a gradient and optimizer state of its size, and is not rounded. In a model of 16
+    bits they are of 16 bits, too, where small steps are lost: `[memory.zero]` steps copies in fp32."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
