@@ -15,7 +15,7 @@ from shoestring.core.job import Job
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer
-from shoestring.memory import LoRA
+from shoestring.memory import LoRA, Zero
 from shoestring.memory.adapters.layers import sizes
 from shoestring.models import adapter_folder
 from shoestring.models.gpt import GPT, GPTConfig
@@ -23,6 +23,7 @@ from shoestring.models.llama import save_pretrained
 from shoestring.models.loading import load_model
 from shoestring.models.nf4 import NF4Linear
 from shoestring.models.quantized import Quantized
+from shoestring.optim import AdamW
 from tests.decode.small_server import tokenizer
 from tests.small_runs import write_run_file, write_texts
 
@@ -81,6 +82,27 @@ def test_modules_are_trained_beside_adapters(bits, tmp_path):
         assert all(torch.equal(tensor, trained[name]) for name, tensor in job.trained.items())
     with pytest.raises(CheckpointError), composed(replace(feature, modules_to_train=()), settings) as job:
         job.restore("auto")
+
+
+def test_weights_that_lose_small_steps_are_named_and_copies_in_fp32_lose_none(caplog):
+    """Steps of a thousandth of the distance between two numbers of 16 bits add up in the copies alone."""
+
+    def moved(*features):
+        caplog.clear()
+        model = gpt()
+        before = model.embed.weight.detach().bfloat16()
+        with compose(Job(model, world=World()), [*features, AdamW(lr=1e-6, weight_decay=0.0)]) as job:
+            for step in range(20):
+                job.step(batch(step))
+            stepped = job.trained["embed.weight"].detach().float().view_as(before)
+            return float((stepped != before.float()).float().mean()), caplog.text
+
+    lora = LoRA(rank=2, modules_to_train=("embed",), base_bits=16)
+    share, said = moved(lora)
+    assert share < 0.1 and "memory.lora: `embed.weight` is trained in bfloat16" in said
+    share, said = moved(lora, Zero())
+    assert share > 0.9 and "small steps" not in said
+    assert "small steps" not in moved(replace(lora, base_bits=4))[1]
 
 
 def test_the_first_loss_is_that_of_the_model_itself():

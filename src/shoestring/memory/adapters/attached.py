@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,8 @@ from torch import nn
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job
 from shoestring.memory.adapters.layers import choose, parameters_of, trained_modules
+from shoestring.memory.settings.zero import Zero
+from shoestring.memory.zero.placement import is_half
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, matrix, row_norms, take_off
 from shoestring.models.blocks import is_in_block, is_transposed
@@ -42,6 +44,7 @@ def attach(job: Job, settings: LoRA) -> None:
     rounded = _round(model, settings, whole, job.world.device) if settings.base_bits in (8, 4) else {}
     model.to(job.world.device)
     _freeze(job, whole)
+    _warn_of_lost_steps(job, settings.name, whole)
     for name, adapter in adapters.items():
         layer = model.get_submodule(name)
         job.exits.callback(take_off, layer)
@@ -76,6 +79,15 @@ class AdapterRecord:
         if state_dict != self._state:
             hint = "resume with the model and the settings of [memory.lora] that the run began with"
             raise CheckpointError("the checkpoint holds adapters of other layers, scales or weights", hint=hint)
+
+
+def _warn_of_lost_steps(job: Job, name: str, whole: Mapping[int, Sequence[str]]) -> None:
+    """Of weights that are trained in 16 bits, where most of a small step is less than the distance of two numbers."""
+    halves = [names[0] for names in whole.values() if is_half(job.module.get_parameter(names[0]))]
+    if halves and not any(isinstance(each, Zero) and each.master == "fp32" for each in job.features):
+        dtype = str(job.module.get_parameter(halves[0]).dtype).removeprefix("torch.")
+        log.warning("%s: `%s` is trained in %s, where small steps are lost; [memory.zero] steps copies in float32",
+                    name, halves[0], dtype)  # fmt: skip
 
 
 def _chosen(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[str]]:
