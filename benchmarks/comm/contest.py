@@ -244,8 +244,9 @@ class Contest:
 
     def _wire_seconds(self, method: Method, rate: str) -> float:
         """What the bytes of a step take at a rate, without anything else."""
-        spec = self._spec(method.at(3e-3), turn=2 * method.period, warm=4, horizon=1000)
-        return step_bytes(self.timed(spec)[0]) * 8 / bits_per_second(rate)
+        short = method.shortened
+        spec = self._spec(short, turn=2 * short.period, warm=4, horizon=1000)
+        return step_bytes(self.timed(spec)[0]) * short.period / method.period * 8 / bits_per_second(rate)
 
     def slow(self, method: Method, rate: str) -> tuple[float, float]:
         """Seconds a step without communication, and with this method at a rate.

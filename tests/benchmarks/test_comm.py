@@ -93,13 +93,14 @@ BITS = {"": 1e12, "1mbit": 1e6, "10mbit": 1e7, "100mbit": 1e8}
 class KnownResults(Store):
     """A store whose launches are computed: 1 s a step and the wire; the best rate of learning is 3e-3."""
 
-    made = 0
+    made = longest = 0
 
     def get(self, spec):
         return self.kept(spec.key, lambda: self.computed(spec))
 
     def computed(self, spec):
         self.made += 1
+        self.longest = max(self.longest, spec.turn)
         return {"logs": [[self.log(spec, method)] * 4 for method in spec.methods]}
 
     def log(self, spec, method):
@@ -239,6 +240,13 @@ def test_a_merge_that_takes_too_long_is_computed_from_its_bytes(tmp_path):
     made = contest.store.made
     contest.slow(method, "100mbit")
     assert contest.store.made == made + 1  # at this rate it is measured
+
+
+def test_bytes_of_rare_merges_are_counted_at_a_shorter_period(contest):
+    rare = muon(local("rare", "DiLoCo", every=100))
+    assert contest._wire_seconds(rare, "1mbit") == pytest.approx(8 * 100e3 / 100 / 1e6)
+    assert contest.store.longest == 8
+    assert contest.slow_spec(rare, "1mbit").turn == 100
 
 
 def test_peers_are_tuned_as_long_as_ours():
