@@ -13,7 +13,6 @@ from torch import nn
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job
 from shoestring.memory.adapters.layers import choose, parameters_of, trained_modules
-from shoestring.memory.settings.zero import Zero
 from shoestring.memory.zero.placement import is_half
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, matrix, row_norms, take_off
@@ -27,9 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoestring")
 
 
-def attach(job: Job, settings: LoRA) -> None:
+def attach(job: Job, settings: LoRA, *, copies: bool) -> None:
     """Freeze the job's model, round the weights of its blocks where that is asked for, and put adapters beside its
-    layers until the job is closed."""
+    layers until the job is closed.
+
+    Args:
+        copies: whether the optimizer steps copies in float32 of weights that have 16 bits.
+    """
     model = job.module
     adapters, modules = _chosen(model, settings)
     whole = parameters_of(model, modules)
@@ -44,7 +47,8 @@ def attach(job: Job, settings: LoRA) -> None:
     rounded = _round(model, settings, whole, job.world.device) if settings.base_bits in (8, 4) else {}
     model.to(job.world.device)
     _freeze(job, whole)
-    _warn_of_lost_steps(job, settings.name, whole)
+    if not copies:
+        _warn_of_lost_steps(model, settings.name, whole)
     for name, adapter in adapters.items():
         layer = model.get_submodule(name)
         job.exits.callback(take_off, layer)
@@ -81,11 +85,11 @@ class AdapterRecord:
             raise CheckpointError("the checkpoint holds adapters of other layers, scales or weights", hint=hint)
 
 
-def _warn_of_lost_steps(job: Job, name: str, whole: Mapping[int, Sequence[str]]) -> None:
+def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequence[str]]) -> None:
     """Of weights that are trained in 16 bits, where most of a small step is less than the distance of two numbers."""
-    halves = [names[0] for names in whole.values() if is_half(job.module.get_parameter(names[0]))]
-    if halves and not any(isinstance(each, Zero) and each.master == "fp32" for each in job.features):
-        dtype = str(job.module.get_parameter(halves[0]).dtype).removeprefix("torch.")
+    halves = [names[0] for names in whole.values() if is_half(model.get_parameter(names[0]))]
+    if halves:
+        dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
         log.warning("%s: `%s` is trained in %s, where small steps are lost; [memory.zero] steps copies in float32",
                     name, halves[0], dtype)  # fmt: skip
 

@@ -103,8 +103,9 @@ class LoRA(Feature):
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.memory.adapters.attached import attach
+        from shoestring.memory.settings.zero import Zero
 
-        attach(job, self)
+        attach(job, self, copies=any(isinstance(each, Zero) and each.master == "fp32" for each in job.features))
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.memory.adapters.leaving import merged
