@@ -272,6 +272,16 @@ def test_every_bar_has_an_id_of_its_own(contest):
     assert len(bars) > 25
 
 
+def test_a_row_on_fewer_seeds_names_the_command_that_repeats_it(contest):
+    one, all_three = (
+        {bar.id: bar for bar in rows(lambda: contest, Sizes(seeds=Sizes().seeds[:count]))} for count in (1, 3)
+    )
+    assert one["comm.ahead-10"].command.endswith("--only comm.ahead-10 --seeds 1") and one["comm.ahead-10"].seeds == (
+        11,
+    )
+    assert all_three["comm.ahead-10"].command == one["comm.encoding"].command == ""
+
+
 def test_a_spec_survives_json_and_its_key_says_what_it_does():
     spec = Spec(methods=(DDP, ours("x", "PowerSGD", rank=2)), turn=3, rate="10mbit", setting=Setting(dim=32))
     assert Spec.parse(spec.text()) == spec

@@ -105,8 +105,9 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     code = 0
     for _ in range(restarts + 1):
         try:
-            with _handlers_restored(), TemporaryDirectory(prefix="shoestring-workers-") as said:
-                specs = DefaultLogsSpecs(log_dir=said)  # the agent would leave a folder of its own behind
+            folder = TemporaryDirectory(prefix="shoestring-workers-", ignore_cleanup_errors=True)
+            with _handlers_restored(), folder as said:  # the agent would leave one of its own behind
+                specs = DefaultLogsSpecs(log_dir=said)
                 config = LaunchConfig(logs_specs=specs, **options)
                 elastic_launch(config, sys.executable)("-m", "shoestring", *command)
         except ChildFailedError as error:
