@@ -9,7 +9,7 @@ from statistics import fmean, median
 from benchmarks.comm.contest import Contest
 from benchmarks.comm.curves import step_seconds, stretches
 from benchmarks.comm.efficiency import Ask
-from benchmarks.comm.families import EVERY_8, FOUR_BITS
+from benchmarks.comm.families import FOUR_BITS, SIGNS
 from benchmarks.comm.methods import DDP, ours
 from benchmarks.comm.spec import Spec
 from benchmarks.harness import Bar, Deadline, Measured, Paired
@@ -23,7 +23,7 @@ FAST = ("1gbit", "")
 
 LISTED = {
     "quantize(bits=4, rounding='nearest', feedback=True)": FOUR_BITS,
-    "localsgd(every=8, fragments=4, delay=2, codec='4bit')": EVERY_8,
+    "localsgd(every=4, fragments=4, delay=2, codec='sign')": SIGNS,
 }
 """What comm.auto may choose from, and the contest's method that is the same."""
 AUTO_LISTED = replace(ours("comm.auto, local steps too", "Auto", allow=list(LISTED)), ddp=False)

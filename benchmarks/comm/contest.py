@@ -41,7 +41,7 @@ class Sizes:
     most: int = 3
     """Times as many steps that a method is given."""
     look: int = 20
-    seeds: tuple[int, ...] = (11, 12, 13)
+    seeds: tuple[int, ...] = (12, 13, 14)
     tuning_seed: int = 100
     tuning_steps: int = 200
     cool: float = 0.4
@@ -236,8 +236,9 @@ class Contest:
         every = self._wire_seconds(method, rate) + 1.0
         afford = max(1, int(self.sizes.patience / every))
         if method.local:
-            turn = method.period * max(1, min(2, afford // method.period))
-            return self._spec(NONE, method, turn=turn, rounds=2, warm=0, rate=rate, horizon=4 * turn)
+            turn = method.period * max(1, min(max(2, 12 // method.period), afford // method.period))
+            rounds = 4 if 4 * turn <= afford else 2
+            return self._spec(NONE, method, turn=turn, rounds=rounds, warm=0, rate=rate, horizon=2 * rounds * turn)
         steps = max(3, min(self.sizes.slow_steps, afford))
         turn = 4 if steps >= 12 else 2
         return self._spec(NONE, method, turn=turn, rounds=-(-steps // turn), warm=4, rate=rate)
@@ -260,7 +261,7 @@ class Contest:
         free, logs = self.timed(spec)
         if method.local and spec.turn * spec.rounds > 2 * method.period:  # nothing lands in the first period
             logs = [{**log, "seconds": log["seconds"][method.period :]} for log in logs]
-        stretch = method.period if method.local else spec.turn
+        stretch = method.period * -(-4 // method.period) if method.local else spec.turn
         return step_seconds(free, stretch), step_seconds(logs, stretch)
 
     def pace(self, method: Method, rate: str, seconds: Callable[[Method, str], float]) -> Pace:

@@ -24,8 +24,8 @@ from shoestring.core.world import World
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
 
-WHOLE = LocalSGD(every=10, delay=8, alpha=1.0)
-GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, alpha=1.0)
+WHOLE = LocalSGD(every=10, delay=8, late_merge="mix", alpha=1.0)
+GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, late_merge="mix", alpha=1.0)
 
 
 @pytest.mark.parametrize(("feature", "steps", "stop", "last"), [

@@ -59,30 +59,33 @@ FRAGMENTS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("late", ["move", "mix"])
 @pytest.mark.parametrize(("delay", "steps"), [(0, 9), (1, 9), (3, 9), (1, 8), (3, 8), (2, 7)])
-def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int) -> None:
+def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int, late: Any) -> None:
     """Two fragments, H = 4: the first is due after steps 2, 6, …, the second after 4, 8, …"""
     alpha = 0.25
-    results = train(pool, DiLoCo(every=4, fragments=2, delay=delay, alpha=alpha), steps=steps)
+    results = train(pool, DiLoCo(every=4, fragments=2, delay=delay, late_merge=late, alpha=alpha), steps=steps)
     replicas = Replicas(2)
     commons = [copied(replicas, names) for names in FRAGMENTS]
     outers = [torch.optim.SGD(common.values(), lr=0.7, momentum=0.9, nesterov=True) for common in commons]
-    under_way: dict[int, tuple[int, Weights]] = {}
+    under_way: dict[int, tuple[int, Weights, list[Weights]]] = {}
 
     @torch.no_grad()
     def send(f: int, step: int) -> None:
         deltas = {n: torch.stack([c - w[n] for w in replicas.weights]).mean(0) for n, c in commons[f].items()}
-        under_way[f] = (step + delay, deltas)
+        sent = [{name: weights[name].detach().clone() for name in commons[f]} for weights in replicas.weights]
+        under_way[f] = (step + delay, deltas, sent)
 
     @torch.no_grad()
-    def merge(f: int, share: float) -> None:
-        _, deltas = under_way.pop(f)
+    def merge(f: int, share: float, *, moves: bool = False) -> None:
+        _, deltas, sent = under_way.pop(f)
         for name, each in commons[f].items():
             each.grad = deltas[name]
         outers[f].step()
-        for weights in replicas.weights:
+        for weights, before in zip(replicas.weights, sent, strict=True):
             for name, each in commons[f].items():
-                weights[name].copy_(share * weights[name] + (1 - share) * each)
+                mixed = share * weights[name] + (1 - share) * each
+                weights[name].copy_(weights[name] + each - before[name] if moves else mixed)
 
     @torch.no_grad()
     def average(f: int) -> None:
@@ -91,9 +94,9 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
 
     for step in range(1, steps + 1):
         replicas.step(step - 1)
-        merged = [f for f, (due, _) in list(under_way.items()) if due == step or step == steps]
+        merged = [f for f, (due, *_) in list(under_way.items()) if due == step or step == steps]
         for f in merged:
-            merge(f, alpha if delay else 0.0)
+            merge(f, alpha if delay else 0.0, moves=late == "move" and delay > 0)
             if step == steps and delay:  # its outer step was just made: what replicas have done since is averaged
                 average(f)
         due = [f for f in (0, 1) if step % 4 == (2, 0)[f]] if step < steps else [f for f in (0, 1) if f not in merged]
@@ -225,7 +228,7 @@ def test_numbers_say_what_a_merge_sent(pool: Pool) -> None:
 RESUMED = [
     DiLoCo(every=4, fragments=2, delay=2, codec="4bit"),
     DiLoCo(every=3),
-    SparseLoCo(every=2, final_every=4, start=5, k=8, fragments=2, delay=1, outer_momentum=0.5),
+    SparseLoCo(every=2, final_every=4, start=5, k=8, fragments=2, delay=1, late_merge="mix", outer_momentum=0.5),
 ]
 
 
@@ -270,6 +273,23 @@ def test_another_number_of_replicas_resumes_from_their_mean(pool: Pool, tmp_path
             mean = torch.tensor([result["weights"][step - 1] for result in through], dtype=torch.float64).mean(0)
             assert apart(merging.weights(job), mean.tolist()) < 1e-15
             job.step(jobs.batch(step))
+
+
+def test_steps_made_during_an_exchange_are_kept_by_another_number_of_replicas(pool: Pool, tmp_path: Path) -> None:
+    """What two replicas sent after step 3 is merged after step 5, by one that starts from the mean of what they were
+    after step 4. Nothing is left to merge: the step is the inner optimizer's alone."""
+    feature = LocalSGD(every=3, delay=2, codec="8bit")
+    train(pool, Plain(every=1, keep=9), feature, steps=5, folder=str(tmp_path))
+    job = compose(Job(jobs.tiny().double(), optimizer=jobs.sgd(0.1), world=World()), [
+        Plain(folder=str(tmp_path / "one")), feature
+    ])  # fmt: skip
+    with job:
+        assert job.restore is not None and job.restore(merging.saves(str(tmp_path))[3]) == 4
+        before = merging.weights(job)
+        job.step(jobs.batch(4))
+        velocity = [state["momentum_buffer"].flatten() for state in job.built_optimizer.state.values()]
+        alone = torch.tensor(before, dtype=torch.float64) - 0.1 * torch.cat(velocity)
+        assert apart(merging.weights(job), alone.tolist()) < 1e-12
 
 
 def test_the_mean_of_equal_weights_is_equal_to_them() -> None:

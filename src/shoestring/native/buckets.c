@@ -1,8 +1,10 @@
-/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top, 127 or 7. One pass over memory
-   encodes a bucket, adds what earlier exchanges left out, and keeps what this one leaves out.
+/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top, 127 or 7, or of one bit, -1 and 1
+   times the mean magnitude. One pass over memory encodes a bucket, adds what earlier exchanges left out, and keeps what
+   this one leaves out.
 
-   A level of 8 bits travels as it is. Of 4 bits, 7 is added to it; a byte has the codes of an entry of the first half of
-   its bucket, and of that entry of the second half, in its high bits.
+   A level of 8 bits travels as it is. Of 4 bits, 7 is added to it; of 1 bit, the bit says that it is positive. A bucket
+   is cut into as many equal planes as a byte has codes; a byte has the codes of an entry of each, the first one's in its
+   low bits.
 
    Tensor k has `sizes[k]` entries, in buckets `starts[k]` to `starts[k + 1]`, the last of which may be filled up with
    zeros; buckets from `starts[tensors]` on hold nothing. */
@@ -46,6 +48,17 @@ static void read_sums(Entries from, float *restrict x) {
         memcpy(x, from.x, (size_t)from.count * sizeof *x);
 }
 
+/* The mean magnitude; not finite where an entry is not. */
+static float mean_magnitude(const float *x, int64_t n) {
+    float sums[LANES] = {0}, found = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += fabsf(x[i + lane]);
+    for (int lane = 0; lane < LANES; lane++) found += sums[lane];
+    for (; i < n; i++) found += fabsf(x[i]);
+    return n ? found / (float)n : 0;
+}
+
 /* The largest magnitude; not finite where an entry is not. */
 static float largest(const float *x, int64_t n) {
     float most[LANES] = {0}, wrong[LANES] = {0}, found = 0, bad = 0;
@@ -67,32 +80,47 @@ static float largest(const float *x, int64_t n) {
     return found + bad;
 }
 
-static int64_t bytes_of(int64_t bucket, int bits) { return bits == 8 ? bucket : (bucket + 1) / 2; }
+static int64_t bytes_of(int64_t bucket, int bits) { return (bucket * bits + 7) / 8; }
 
 static void pack(const int8_t *restrict levels, int64_t bucket, int bits, uint8_t *restrict codes) {
-    const int64_t half = bytes_of(bucket, bits);
+    const int64_t width = bytes_of(bucket, bits);
     if (bits == 8) {
         memcpy(codes, levels, (size_t)bucket);
         return;
     }
-    for (int64_t i = 0; i < bucket - half; i++)
-        codes[i] = (uint8_t)((levels[i] + 7) | (levels[half + i] + 7) << 4);
-    if (bucket % 2) codes[half - 1] = (uint8_t)(levels[half - 1] + 7);
+    memset(codes, 0, (size_t)width);
+    for (int64_t first = 0, shift = 0; first < bucket; first += width, shift += bits) {
+        const int64_t count = bucket - first < width ? bucket - first : width;
+        if (bits == 4)
+            for (int64_t i = 0; i < count; i++) codes[i] |= (uint8_t)((levels[first + i] + 7) << shift);
+        else
+            for (int64_t i = 0; i < count; i++) codes[i] |= (uint8_t)((levels[first + i] > 0) << shift);
+    }
 }
 
 static void unpack(const uint8_t *restrict codes, int64_t bucket, int bits, int8_t *restrict levels) {
-    const int64_t half = bytes_of(bucket, bits);
+    const int64_t width = bytes_of(bucket, bits);
     if (bits == 8) {
         memcpy(levels, codes, (size_t)bucket);
         return;
     }
-    for (int64_t i = 0; i < half; i++) levels[i] = (int8_t)((codes[i] & 15) - 7);
-    for (int64_t i = 0; i < bucket - half; i++) levels[half + i] = (int8_t)((codes[i] >> 4) - 7);
+    for (int64_t first = 0, shift = 0; first < bucket; first += width, shift += bits) {
+        const int64_t count = bucket - first < width ? bucket - first : width;
+        if (bits == 4)
+            for (int64_t i = 0; i < count; i++) levels[first + i] = (int8_t)((codes[i] >> shift & 15) - 7);
+        else
+            for (int64_t i = 0; i < count; i++) levels[first + i] = (int8_t)((codes[i] >> shift & 1) * 2 - 1);
+    }
 }
 
 /* Store the levels of x, and return the scale. `noise` of 16 bits moves each by less than a half, or is NULL. */
 static float encode(const float *restrict x, int64_t n, int64_t bucket, int bits, const int16_t *restrict noise,
                     int8_t *restrict levels) {
+    if (bits == 1) {
+        for (int64_t i = 0; i < n; i++) levels[i] = x[i] >= 0 ? 1 : -1;
+        memset(levels + n, 1, (size_t)(bucket - n));
+        return mean_magnitude(x, n);
+    }
     const int top = bits == 8 ? 127 : 7;
     const float scale = largest(x, n) / (float)top;
     const float inverse = scale > 0 && isfinite(scale) ? 1 / scale : 0;

@@ -47,7 +47,7 @@ class NativeBuckets(LateBuckets):
     """Of contiguous tensors in fp32 on a CPU.
 
     Args:
-        bits: 8 or 4.
+        bits: 8 or 4; 1 for signs times mean magnitudes.
         noise: for stochastic rounding; None rounds to nearest.
     """
 

@@ -44,6 +44,8 @@ class ReduceScatterCodec(Codec):
     top: int
     """The largest level; 0 where levels are signs, and scales are mean magnitudes."""
     stochastic: bool = False
+    compiled: bool = False
+    """Whether the compiled loops know these levels."""
 
     def __init__(self, bits: int, *, bucket: int, feedback: bool, seed: int = 0) -> None:
         super().__init__()
@@ -108,6 +110,9 @@ class ReduceScatterCodec(Codec):
         verdict: ExchangeVerdict = ALWAYS,
     ) -> Buckets:
         """What encodes and decodes the entries."""
+        fits = self.compiled and layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
+        if fits and self.bucket <= LARGEST and kernels() is not None and not fused.is_available(layout.device):
+            return NativeBuckets(layout, flats, residuals, self.bits, noise if self.stochastic else None)
         if kernel_buckets.take(flats, self.bucket):
             seed = noise.initial_seed() if self.stochastic else None
             return kernel_buckets.KernelBuckets(self, layout, flats, residuals, seed, verdict)
@@ -224,6 +229,8 @@ class QuantizeCodec(ReduceScatterCodec):
         rounding: "stochastic" is unbiased and needs no feedback; "nearest" has a smaller error, and needs it.
     """
 
+    compiled = True
+
     def __init__(
         self,
         bits: Literal[4, 8] = 8,
@@ -238,21 +245,6 @@ class QuantizeCodec(ReduceScatterCodec):
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
         self.rounding, self.top, self.stochastic = rounding, 2 ** (bits - 1) - 1, rounding == "stochastic"
         self.offset = self.top if bits < 8 else 0
-
-    def buckets(
-        self,
-        layout: BucketLayout,
-        flats: list[Tensor],
-        residuals: list[Tensor],
-        noise: torch.Generator,
-        verdict: ExchangeVerdict = ALWAYS,
-    ) -> Buckets:
-        """See `ReduceScatterCodec`."""
-        fits = layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
-        if fits and self.bucket <= LARGEST and kernels() is not None and not fused.is_available(layout.device):
-            drawn = noise if self.stochastic else None
-            return NativeBuckets(layout, flats, residuals, self.bits, drawn)
-        return super().buckets(layout, flats, residuals, noise, verdict)
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().amax(-1, keepdim=True).div_(self.top)

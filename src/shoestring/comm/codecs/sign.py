@@ -17,6 +17,7 @@ class SignCodec(ReduceScatterCodec):
 
     offset = shift = 1
     top = 0
+    compiled = True
 
     def __init__(self, *, bucket: int = 512) -> None:
         super().__init__(1, bucket=bucket, feedback=True)

@@ -43,7 +43,7 @@ class Fragment:
     def __init__(self, parameters: dict[str, nn.Parameter], momentum: bool) -> None:
         self.parameters = parameters
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
-        self.anchor = flatten(self.weights, self.dtype)  # theta_old
+        self.anchor = self.flat()  # theta_old
         self.velocity = torch.zeros_like(self.anchor) if momentum else None
 
     @property
@@ -51,10 +51,9 @@ class Fragment:
         """This rank's shard of each parameter, looked up anew, because sharding may replace the tensors."""
         return [local_shard(parameter) for parameter in self.parameters.values()]
 
-    def pseudo_gradient(self) -> Tensor:
-        """The pseudo-gradient Delta = theta_old - theta, as one flat tensor."""
-        flat = flatten(self.weights, self.dtype)
-        return torch.sub(self.anchor, flat, out=flat)
+    def flat(self) -> Tensor:
+        """The replica's weights theta as one new flat tensor."""
+        return flatten(self.weights, self.dtype)
 
     def rebase(self) -> None:
         """Let the outer optimizer continue from the replica's weights, which must be equal on all replicas."""
@@ -87,8 +86,13 @@ class Fragment:
         """Set the replica's weights to alpha theta + (1 - alpha) theta_new, theta_new being the outer optimizer's."""
         flat = self.anchor
         if alpha:
-            flat = flatten(self.weights, self.dtype).lerp_(self.anchor, 1 - alpha)
+            flat = self.flat().lerp_(self.anchor, 1 - alpha)
         unflatten(flat, self.weights)
+
+    def move(self, sent: Tensor) -> None:
+        """Add theta_new - `sent` to the replica's weights, `sent` being what they were; overwrites it."""
+        torch.sub(self.anchor, sent, out=sent)
+        unflatten(sent.add_(self.flat()), self.weights)
 
     def split_named(self, flat: Tensor) -> dict[str, Tensor]:
         """Split a flat tensor into views by parameter name."""

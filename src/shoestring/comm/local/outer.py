@@ -5,7 +5,9 @@ pseudo-gradients as a gradient of theta_old, and all replicas continue from the 
 In the first `start` steps gradients are averaged instead, which is worth more while the loss falls fast (post-local
 SGD, Lin et al., arXiv 1808.07217): weights and optimizer state stay equal without being exchanged.
 Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and overlaps each exchange with
-training: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new.
+training: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new. That undoes a part of those steps.
+By default nothing is undone: a replica moves by what the merge makes of the weights that it had sent,
+theta = theta + theta_new - theta_sent (as delayed averaging does, DaSGD, arXiv 2006.00441).
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class PendingMerge:
     means: list[Tensor]
     buffers: list[Tensor]
     status: WorkerTask[Tensor]
+    sent: list[Tensor]
+    """This replica's weights when the exchange began, where they are needed: theta_sent."""
 
 
 class ReplicaChannel:
@@ -181,7 +185,7 @@ class OuterOptimizer:
         # Only where the end of the run has moved may a fragment be due that is still on the wire.
         due = [i for i in due if all(i not in merge.fragments for merge in self.pending)]
         if due and not (merges_all or self.agreed or self.equal):
-            self._send(due, step, step + settings.delay)
+            self._send(due, step, step + settings.delay, keep=settings.delay > 0 and settings.late_merge == "move")
             if not settings.delay:
                 merged = self._finish(self.pending)
         if merges_all or self.agreed:
@@ -212,16 +216,21 @@ class OuterOptimizer:
         for fragment in self.fragments:
             fragment.adopt()
 
-    def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False) -> None:
-        """Send the pseudo-gradients of fragments; the buffers go with the first fragment, or alone."""
-        means = [self.fragments[i].pseudo_gradient() for i in fragments]
+    def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False, keep: bool = False) -> None:
+        """Send the pseudo-gradients Delta = theta_old - theta of fragments; the buffers go with the first fragment, or
+        alone."""
+        weights = [self.fragments[i].flat() for i in fragments]
+        means = [
+            torch.sub(self.fragments[i].anchor, flat, out=None if keep else flat)
+            for i, flat in zip(fragments, weights, strict=True)
+        ]
         buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments or not fragments else []
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].split_named(mean)
         loads = [(self.dense if plain else self.codec, grads), (self.dense, number_tensors(buffers))]
         status = self.channel.send(loads, self._status_row(means), step)
-        self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status))
+        self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status, weights if keep else []))
 
     def _status_row(self, sent: Sequence[Tensor]) -> Tensor:
         """This rank's status row; it is not read here, so that an accelerator is not waited for."""
@@ -244,6 +253,9 @@ class OuterOptimizer:
             with span("outer", "compute"):
                 for i, mean in zip(merge.fragments, merge.means, strict=True):
                     self.fragments[i].step_outer(mean, *outer)
+                for i, sent in zip(merge.fragments, merge.sent, strict=False):
+                    self.fragments[i].move(sent)
+                for i in merge.fragments if not merge.sent else ():
                     self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
             if merge.buffers:
                 foreach_copy_(self.buffers, merge.buffers)

@@ -110,13 +110,17 @@ class SharedState:
             if list(named) != list(fragment.parameters):
                 raise ValueError("the checkpoint was saved with other fragments being exchanged")
             fragment.load(mean, named)
+        # Replicas of another number start from their mean: they sent what came of the exchange. The others' own weights
+        # are loaded later (RankState).
+        moves = self.outer.settings.late_merge == "move"
+        sent = [fragment.anchor - mean for fragment, mean in zip(fragments, means, strict=True)] if moves else []
         device = means[0].device
         buffers = [buffer.to(device) for buffer in saved["buffers"]]
         size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
         told[:, ASKED] = 0  # votes to stop concerned the run that was saved
         told = told if len(told) == size else told.new_zeros(size, told.shape[1])
         return PendingMerge(
-            saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(told)
+            saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(told), sent
         )
 
 
@@ -135,18 +139,21 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         for merge in self.outer.pending:
             merge.status.result()  # the codec changes its state until then
+        sent = [merge.sent for merge in self.outer.pending if not any_failed(merge.status.result())]
         codecs = {"codec": self.outer.codec.state_dict(), "gradients": self.outer.gradient_codec.state_dict()}
-        return {"locals": self.locals, "told": self.outer.reported_tokens, **codecs}
+        return {"locals": self.locals, "told": self.outer.reported_tokens, "sent": sent, **codecs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         told = state_dict["told"]
         self.outer.reported_tokens = self.outer.job.progress.tokens if told is None else told
         self.outer.codec.load_state_dict(state_dict["codec"])
         self.outer.gradient_codec.load_state_dict(state_dict.get("gradients", {}))
+        for merge, sent in zip(self.outer.pending, state_dict.get("sent", ()), strict=False):
+            merge.sent = [one.to(merge.means[0].device, copy=True) for one in sent]
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Merge the residuals of ranks that hold the same rows; they are lost if hosts had another number of ranks."""
-        merged = {"locals": self.locals, "told": None, "codec": {}, "gradients": {}}
+        merged: dict[str, Any] = {"locals": self.locals, "told": None, "codec": {}, "gradients": {}, "sent": ()}
         if states[0]["locals"] != self.locals:
             log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
             return merged

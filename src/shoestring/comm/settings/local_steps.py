@@ -54,9 +54,13 @@ class LocalSteps(Feature):
     delay: int = 0
     """Number of steps that training continues while an exchange is on the wire, before its result is merged. A larger
     value overlaps slower exchanges, and merges older weights."""
+    late_merge: Literal["move", "mix"] = "move"
+    """What a merge does where `delay` is not 0: "move" moves a replica by what the merge changes about the weights that
+    it had sent, and keeps all steps made since; "mix" mixes its parameters with the merged ones, as Streaming DiLoCo
+    does, and loses a part of those steps."""
     alpha: float = 0.5
-    """Weight of a replica's own parameters in a merge, between 0 and 1, where `delay` is not 0. A larger value keeps
-    more of the steps made during the exchange, and lets the replicas agree less."""
+    """Weight of a replica's own parameters where `late_merge` is "mix", between 0 and 1. A larger value keeps more of
+    the steps made during the exchange, and lets the replicas agree less."""
     replica: Literal["auto", "host", "rank"] = "auto"
     """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
     several."""
