@@ -67,8 +67,8 @@ class AtSize:
     own: tuple[Method, ...] = (
         ours("Quantize 4 feedback", "Quantize", bits=4, rounding="nearest", feedback=True),
         ours("PowerSGD r8 alternate", "PowerSGD", rank=8, alternate=True),
-        local("LocalSGD H=8 4bit", "LocalSGD", every=8, codec="4bit"),
-        local("LocalSGD H=32 4bit", "LocalSGD", every=32, codec="4bit"),
+        local("LocalSGD H=4 sign", "LocalSGD", every=4, codec="sign"),
+        local("SparseLoCo H=8", "SparseLoCo", every=8),
     )
 
 
@@ -141,7 +141,7 @@ class Replicas:
 
     @torch.no_grad()
     def _merge(self) -> None:
-        means = [outer.pseudo_gradient() for outer in self.outer]
+        means = [outer.anchor - outer.flat() for outer in self.outer]
         named = [outer.split_named(mean) for outer, mean in zip(self.outer, means, strict=True)]
         self._count(run_lockstep(self.codecs, named, self.steps // self.every))
         for outer, mean in zip(self.outer, means, strict=True):

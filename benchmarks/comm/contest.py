@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comm.curves import WINDOW, efficiency, final, step_bytes, step_seconds, steps_to
+from benchmarks.comm.curves import WINDOW, final, step_bytes, step_seconds, steps_to
 from benchmarks.comm.families import OURS, PEERS, Family
+from benchmarks.comm.figure import Figure
 from benchmarks.comm.methods import BF16, DDP, NONE, Method, muon
 from benchmarks.comm.pace import Pace
 from benchmarks.comm.peers import has_epfml
@@ -79,49 +80,6 @@ TRIAL = Sizes(
 
 LRS = (1.5e-3, 3e-3, 6e-3)
 """Rates of learning that each setting is tried at; the grid grows until the best is inside it."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A method at a rate: the steps of DDP that a step is worth at each mark, by seed, and what a step takes."""
-
-    method: Method
-    worth: dict[int, tuple[float, ...]]
-    bounded: frozenset[int]
-    """Marks that a seed did not reach in the steps that it was given: worth no more than this."""
-    free: float
-    pace: Pace
-    optimizer: float = 1.0
-    """Steps of DDP with AdamW that a step of DDP with this method's optimizer is worth, at the last mark."""
-
-    def needed(self, mark: int) -> float:
-        """Steps to DDP's loss at a mark."""
-        return mark / geometric_mean(self.worth[mark])
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, on average up to the last mark."""
-        needed = self.needed(max(self.worth))
-        return self.pace.elapsed(needed) / needed
-
-    def efficiency(self, mark: int) -> float:
-        """1 is DDP on a network that costs nothing."""
-        return efficiency((mark, self.free), (1.0, self.pace.elapsed(self.needed(mark))))
-
-    @property
-    def value(self) -> float:
-        """At the last mark."""
-        return self.efficiency(max(self.worth))
-
-    def __str__(self) -> str:
-        settings = ", ".join(f"{name} {value}" for name, value in self.method.settings.items())
-        marks = "; ".join(
-            f"{'at most ' if mark in self.bounded else ''}{', '.join(f'{each:.3f}' for each in worth)} at {mark}"
-            for mark, worth in self.worth.items()
-        )
-        alone = f", of which the optimizer alone {self.optimizer:.3f}" if self.method.optimizer != "adamw" else ""
-        times = f"{self.free:.3g} s a step without communication, {self.seconds:.3g} s with"
-        return f"{self.method.name} ({settings or 'no settings'}; lr {self.method.lr:g}): worth {marks}{alone}; {times}"
 
 
 @dataclass
@@ -225,6 +183,11 @@ class Contest:
         """Seconds of a step without communication; one for all, whatever else ran then."""
         return step_seconds(self.timed(self._spec(NONE, turn=8, warm=4))[0], 4)
 
+    @cached_property
+    def _muons_arithmetic(self) -> float:
+        plain, other = self.timed(self._spec(NONE, muon(NONE), turn=4, rounds=6, warm=4))
+        return step_seconds(other, 4) - step_seconds(plain, 4)
+
     # -- times ---------------------------------------------------------------------------------------------------------
 
     def _spec(self, *methods: Method, **more: Any) -> Spec:
@@ -310,13 +273,13 @@ class Contest:
             return seconds
 
         pace = self.pace(method, rate, measured)
-        return Figure(method, *self.worth(method), fmean(pairs), pace, self._optimizer(method))
+        return Figure(method, *self.worth(method), fmean(pairs), pace, *self._optimizer(method))
 
-    def _optimizer(self, method: Method) -> float:
-        """See `Figure`."""
+    def _optimizer(self, method: Method) -> tuple[float, float]:
+        """What the optimizer alone is worth, and the seconds that it adds to a step; see `Figure`."""
         if method.optimizer == "adamw":
-            return 1.0
-        return geometric_mean(self.worth(self.dense_muon)[0][self.sizes.steps])
+            return 1.0, 0.0
+        return geometric_mean(self.worth(self.dense_muon)[0][self.sizes.steps]), self._muons_arithmetic
 
     def best(self, family: Family, rate: str) -> Figure:
         return self.figure(self.chosen(family, rate), rate)
@@ -358,7 +321,7 @@ class Contest:
                 free = self.slow(method, "100mbit")[0]
                 seconds = max(free, wire)
             worth = alike if method.optimizer == "adamw" else self.worth(self.dense_muon)
-            found.append(Figure(method, *worth, free, Pace(seconds), self._optimizer(method)))
+            found.append(Figure(method, *worth, free, Pace(seconds), *self._optimizer(method)))
         return found
 
     def loss_at(self, figure: Figure, seconds: float) -> float | None:

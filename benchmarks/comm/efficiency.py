@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from statistics import geometric_mean
 
-from benchmarks.comm.contest import Contest, Figure
+from benchmarks.comm.contest import Contest
 from benchmarks.comm.curves import WINDOW
+from benchmarks.comm.figure import Figure
 from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import RANKS, Setting
 from benchmarks.comm.spec import Spec

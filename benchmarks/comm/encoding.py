@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.harness import Bar, Deadline, Measured, paired
 from shoestring.comm.codecs.codec import ExchangeContext, Grads, advance
 from shoestring.comm.codecs.quantize import QuantizeCodec, ReduceScatterCodec
+from shoestring.comm.codecs.sign import SignCodec
 from shoestring.models.gpt import small
 
 RANKS = 4
@@ -18,10 +19,10 @@ RANKS = 4
 class TorchCodec(QuantizeCodec):
     """Without the compiled loops."""
 
-    buckets = ReduceScatterCodec.buckets
+    compiled = False
 
 
-def exchange(codec: QuantizeCodec, grads: Grads) -> Callable[[], None]:
+def exchange(codec: ReduceScatterCodec, grads: Grads) -> Callable[[], None]:
     """One rank's part of an exchange, answered as if the other ranks had the same gradients."""
     steps = 0
 
@@ -53,13 +54,14 @@ def cost(_: Deadline) -> Measured:
         ours, torchs = (kind(4, rounding="nearest", feedback=True) for kind in (QuantizeCodec, TorchCodec))
         found = paired(exchange(ours, grads), copy, rounds=15, warmup=2)
         beside = paired(exchange(torchs, grads), copy, rounds=7, warmup=1)
+        signs = paired(exchange(SignCodec(), grads), copy, rounds=7, warmup=1)
     finally:
         torch.set_num_threads(threads)
     entries = sum(grad.numel() for grad in grads.values())
     return Measured(
         found.median,
         f"{entries / 1e6:.1f} M entries between {RANKS} ranks, one thread; {found}; by torch's operations"
-        f" {beside.median:.1f}",
+        f" {beside.median:.1f}; signs {signs.median:.1f}",
     )
 
 

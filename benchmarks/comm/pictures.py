@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comm.contest import RATES, Contest, Figure
+from benchmarks.comm.contest import RATES, Contest
 from benchmarks.comm.curves import smoothed
+from benchmarks.comm.figure import Figure
 from benchmarks.comm.methods import Method
 from benchmarks.machine import ROOT
 

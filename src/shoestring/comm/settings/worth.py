@@ -1,8 +1,8 @@
 """How many steps of DDP a step of a method is worth: what the loss falls by, not what the step takes.
 
 The values were measured with GPTs of 0.6 million parameters, trained from scratch for 100 to 600 steps by four replicas
-with AdamW at DDP's learning rate. They depend on the model, the batch and the length of the run: larger models and
-longer runs lose less. So they are a start, and `comm.auto.worth` is for values of one's own.
+with AdamW, at learning rates tuned for each. They depend on the model, the batch and the length of the run. So they are
+a start, and `comm.auto.worth` is for values of one's own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Q
 
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
-AVERAGED = ((1, 1.0), (8, 0.74), (32, 0.6), (128, 0.4))
-"""(steps between two averages, worth); the last one is extrapolated."""
+AVERAGED = ((1, 0.85), (4, 0.77), (8, 0.7), (16, 0.61), (32, 0.46), (128, 0.3))
+"""(steps between two averages and twice the steps that each is late, worth); the ends are extrapolated."""
+LOSSLESS = {*PLAIN, "sign"}
+"""Codecs of weights' changes that cost nothing that could be measured."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
@@ -26,9 +28,10 @@ def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
         return 1.0
     if isinstance(method, PowerSGD):
         return LOW_RANK
-    if isinstance(method, LocalSGD) and method.codec in PLAIN:
+    if isinstance(method, LocalSGD) and method.codec in LOSSLESS:
         starting = min(1.0, method.start / total) if total else 0.0
-        return starting + (1 - starting) * _averaged(1 / merges_per_step(method.every, method.final_every, total))
+        period = 1 / merges_per_step(method.every, method.final_every, total)
+        return starting + (1 - starting) * _averaged(period + 2 * method.delay)
     return None
 
 
