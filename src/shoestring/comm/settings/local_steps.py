@@ -55,7 +55,7 @@ class LocalSteps(Feature):
     """Number of steps that training continues while an exchange is on the wire, before its result is merged. A larger
     value overlaps slower exchanges, and merges older weights."""
     late_merge: Literal["move", "mix"] = "move"
-    """What a merge does where `delay` is not 0: "move" moves a replica by what the merge changes about the weights that
+    """Merge of what was sent `delay` steps ago: "move" moves a replica by what the merge changes about the weights that
     it had sent, and keeps all steps made since; "mix" mixes its parameters with the merged ones, as Streaming DiLoCo
     does, and loses a part of those steps."""
     alpha: float = 0.5
