@@ -174,7 +174,7 @@ class Contest:
 
     def _computed_seconds(self, method: Method, rate: str) -> float:
         settings = method.settings
-        hidden = float(settings.get("delay", 0) * settings.get("fragments", 1)) * self.free
+        hidden = min(settings.get("delay", 0) * settings.get("fragments", 1), method.period) * self.free
         wire = self._wire_seconds(method, rate) * method.period
         return self.free + max(0.0, wire - hidden) / method.period
 

@@ -67,6 +67,12 @@ def test_merges_cost_their_share_of_a_step() -> None:
     assert predicted["overlapped"] == pytest.approx(STEP + (CODE + 8 - 6) / 8)
 
 
+def test_no_more_than_a_period_hides_a_merge() -> None:
+    """Four fragments, two steps each, at a period of four: two are under way at a time, and each has half the link."""
+    streamed = LocalSGD(every=4, fragments=4, delay=2)
+    assert chosen(MB / 10, {}, streamed=streamed).predicted["streamed"] == pytest.approx(STEP + (CODE + 8 - 4) / 4)
+
+
 def test_a_schedule_costs_what_its_merges_do() -> None:
     growing = LocalSGD(every=2, final_every=20, start=100)
     predicted = chosen(MB / 10, {}, total=1000, growing=growing).predicted["growing"]

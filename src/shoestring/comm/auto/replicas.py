@@ -54,7 +54,8 @@ class PricedLocalSteps:
     def predict(self, trace: Trace, cluster: Cluster) -> Trace:
         code, wire = self._split(self.merge, trace, cluster)
         own = makespan(trace)
-        exposed = max(0.0, wire - self.fragments * self.delay * own)
+        # Fragments are under way one after the other, so that no more than the steps between two merges hides them.
+        exposed = max(0.0, wire - min(self.fragments * self.delay, 1 / self.merges) * own)
         first = sum(self._split(self.gradients, trace, cluster))
         local = self.merges * (1 - self.starting)
         return simulate([
