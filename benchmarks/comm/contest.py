@@ -176,7 +176,8 @@ class Contest:
         settings = method.settings
         hidden = min(settings.get("delay", 0) * settings.get("fragments", 1), method.period) * self.free
         wire = self._wire_seconds(method, rate) * method.period
-        return self.free + max(0.0, wire - hidden) / method.period
+        arithmetic = self._muons_arithmetic if method.optimizer == "muon" else 0.0
+        return self.free + arithmetic + max(0.0, wire - hidden) / method.period
 
     @cached_property
     def free(self) -> float:
