@@ -350,7 +350,7 @@ def test_metrics_add_up():
 
 def test_the_log_has_a_line_for_each_request_and_nothing_of_its_content(caplog):
     with caplog.at_level("INFO", logger="shoestring.serve"), running(slots=1) as server:
-        server.http.post("/v1/completions", json={"prompt": "secret", "max_tokens": 3})
+        server.http.post("/v1/completions", json={"prompt": "secret", "max_tokens": 3, "seed": 1})
         server.http.get("/secret%0aforged?secret")
     lines = [record.getMessage() for record in caplog.records if record.name == "shoestring.serve"]
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/completions 200 \d+\.\d{3} s, 6 \+ 3 tokens", lines[0])
