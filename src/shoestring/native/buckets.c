@@ -88,13 +88,16 @@ static void pack(const int8_t *restrict levels, int64_t bucket, int bits, uint8_
         memcpy(codes, levels, (size_t)bucket);
         return;
     }
+    if (bits == 4) {
+        for (int64_t i = 0; i < bucket - width; i++)
+            codes[i] = (uint8_t)((levels[i] + 7) | (levels[width + i] + 7) << 4);
+        if (bucket % 2) codes[width - 1] = (uint8_t)(levels[width - 1] + 7);
+        return;
+    }
     memset(codes, 0, (size_t)width);
-    for (int64_t first = 0, shift = 0; first < bucket; first += width, shift += bits) {
+    for (int64_t first = 0, shift = 0; first < bucket; first += width, shift++) {
         const int64_t count = bucket - first < width ? bucket - first : width;
-        if (bits == 4)
-            for (int64_t i = 0; i < count; i++) codes[i] |= (uint8_t)((levels[first + i] + 7) << shift);
-        else
-            for (int64_t i = 0; i < count; i++) codes[i] |= (uint8_t)((levels[first + i] > 0) << shift);
+        for (int64_t i = 0; i < count; i++) codes[i] |= (uint8_t)((levels[first + i] > 0) << shift);
     }
 }
 
