@@ -200,6 +200,7 @@ class Contest:
         every = self._wire_seconds(method, rate) + 1.0
         afford = max(1, int(self.sizes.patience / every))
         if method.local:
+            # At least two periods and 12 steps where that can be afforded: short periods say little alone.
             turn = method.period * max(1, min(max(2, 12 // method.period), afford // method.period))
             rounds = 4 if 4 * turn <= afford else 2
             return self._spec(NONE, method, turn=turn, rounds=rounds, warm=0, rate=rate, horizon=2 * rounds * turn)

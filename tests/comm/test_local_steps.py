@@ -64,7 +64,8 @@ FRAGMENTS = (
 def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int, late: Any) -> None:
     """Two fragments, H = 4: the first is due after steps 2, 6, …, the second after 4, 8, …"""
     alpha = 0.25
-    results = train(pool, DiLoCo(every=4, fragments=2, delay=delay, late_merge=late, alpha=alpha), steps=steps)
+    merges: dict[str, Any] = {"late_merge": late} | ({"alpha": alpha} if late == "mix" else {})
+    results = train(pool, DiLoCo(every=4, fragments=2, delay=delay, **merges), steps=steps)
     replicas = Replicas(2)
     commons = [copied(replicas, names) for names in FRAGMENTS]
     outers = [torch.optim.SGD(common.values(), lr=0.7, momentum=0.9, nesterov=True) for common in commons]
@@ -365,6 +366,7 @@ def test_one_host_ends_all_and_one_vote_stops_all(four: Pool) -> None:
     ([DiLoCo(every=9, final_every=8)], ConfigError, r"`comm.diloco.final_every` must be 0 or at least `every` \(9\)"),
     ([DiLoCo(codec="5bit")], ConfigError, "`comm.diloco.codec`: cannot read '5bit'"),
     ([DiLoCo(codec="dgc")], ConfigError, "`comm.diloco.codec`: there is no codec `dgc`"),
+    ([DiLoCo(delay=4, alpha=0.3)], ConfigError, 'diloco.alpha` must be left out without late_merge = "mix", got 0.3'),
     ([DiLoCo(every=4, delay=4)], ConfigError, r"`comm.diloco.delay` must lie between 0 and `every` - 1 \(3\), got 4"),
     ([DiLoCo(every=4, fragments=5)], ConfigError, "`comm.diloco.fragments` must lie between 1 and `every`"),
     ([DiLoCo(fragments=9)], ConfigError, "`comm.diloco.fragments` must be at most 5, the groups"),

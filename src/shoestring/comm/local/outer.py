@@ -251,12 +251,12 @@ class OuterOptimizer:
             self.pending.remove(merge)
             outer = (1.0, 0.0, False) if merge.plain else self.settings.outer
             with span("outer", "compute"):
-                for i, mean in zip(merge.fragments, merge.means, strict=True):
-                    self.fragments[i].step_outer(mean, *outer)
-                for i, sent in zip(merge.fragments, merge.sent, strict=False):
-                    self.fragments[i].move(sent)
-                for i in merge.fragments if not merge.sent else ():
-                    self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
+                for index, i in enumerate(merge.fragments):
+                    self.fragments[i].step_outer(merge.means[index], *outer)
+                    if merge.sent:
+                        self.fragments[i].move(merge.sent[index])
+                    else:
+                        self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
             if merge.buffers:
                 foreach_copy_(self.buffers, merge.buffers)
             merged += merge.fragments

@@ -132,6 +132,8 @@ class LocalSteps(Feature):
         require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
         require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
         require("alpha", 0 <= self.alpha <= 1, "lie between 0 and 1")
+        mixes = self.late_merge == "mix" or self.alpha == type(self).alpha
+        require("alpha", mixes, 'be left out without late_merge = "mix"')
         lr, momentum, _ = self.outer
         if not (lr > 0 and 0 <= momentum < 1):
             raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
