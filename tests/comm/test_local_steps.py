@@ -59,7 +59,7 @@ FRAGMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("late", ["move", "mix"])
+@pytest.mark.parametrize("late", ["move", pytest.param("mix", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("delay", "steps"), [(0, 9), (1, 9), (3, 9), (1, 8), (3, 8), (2, 7)])
 def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int, late: Any) -> None:
     """Two fragments, H = 4: the first is due after steps 2, 6, …, the second after 4, 8, …"""
