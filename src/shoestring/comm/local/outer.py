@@ -32,6 +32,7 @@ from shoestring.comm.exchange.wire import Wire, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
+from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS
 from shoestring.core.job import Job
@@ -129,6 +130,8 @@ class OuterOptimizer:
         self.failed = 0  # the step of that error
         self.reported_tokens = job.progress.tokens  # progress at this rank's last row
         self.metrics = _MergeMetrics(job, settings, self.channel)
+        estimated = settings.second_moment == "global"
+        self.moments = SecondMoments(job, job.world.ranks_over(settings.over)) if estimated else None
 
     def close(self) -> None:
         self.channel.close()
@@ -149,12 +152,13 @@ class OuterOptimizer:
 
         A run that resumes with a larger `start` has replicas that differ already, and averages their weights instead.
         """
-        if not self.equal:
-            return
-        for fragment in self.fragments:
-            fragment.rebase()
-        if self.starting and self.channel.status_wire.size > 1:
-            self._average_gradients()
+        if self.equal:
+            for fragment in self.fragments:
+                fragment.rebase()
+            if self.starting and self.channel.status_wire.size > 1:
+                self._average_gradients()
+        if self.moments is not None and not (self.equal and self.starting):
+            self.moments.before_step()
 
     def _average_gradients(self) -> None:
         self.asked |= self.job.stopping
@@ -172,6 +176,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def after_step(self) -> None:
         """Work for Phase.OUTER."""
+        if self.moments is not None:
+            self.moments.after_step()
         progress, settings = self.job.progress, self.settings
         step = progress.step + 1
         self.asked |= self.job.stopping

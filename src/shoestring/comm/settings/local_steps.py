@@ -61,6 +61,10 @@ class LocalSteps(Feature):
     alpha: float = 0.5
     """Weight of a replica's own parameters where `late_merge` is "mix", between 0 and 1. A larger value keeps more of
     the steps made during the exchange, and lets the replicas agree less."""
+    second_moment: Literal["own", "global"] = "own"
+    """Second moment by which each replica's Adam divides: of the replica's "own" gradients, or an estimate of the mean
+    gradient's over all replicas ("global"), which is less noisy and averages over more steps. It changes nothing for an
+    optimizer that is not Adam, and sends nothing."""
     replica: Literal["auto", "host", "rank"] = "auto"
     """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
     several."""

@@ -1,0 +1,146 @@
+"""Adam's second moment in replicas: against one written by hand, and against that of the mean gradient."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+sys.path.insert(0, str(Path(__file__).parent))
+import merging
+from by_hand import Replicas, apart, train
+
+from shoestring import optim
+from shoestring.checkpoint import Plain
+from shoestring.comm import DiLoCo, LocalSGD
+from shoestring.comm.local.second_moment import SecondMoments
+from shoestring.core.compose import compose
+from shoestring.core.job import Job
+from shoestring.core.world import World
+from shoestring.parallel import DDP
+from shoestring.testing import Pool, jobs
+
+ADAM = optim.AdamW(lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+GLOBAL = LocalSGD(every=3, second_moment="global")
+
+
+def test_it_equals_one_written_by_hand(pool: Pool) -> None:
+    results = train(pool, ADAM, GLOBAL, steps=7)
+    replicas, beta = Replicas(2), 1 - 0.05 / 2
+    moments = [{name: [torch.zeros_like(w)] * 2 for name, w in weights.items()} for weights in replicas.weights]
+    for number in range(7):
+        for rank, model in enumerate(replicas.models):
+            batch = jobs.batch(number, rank, 2)
+            weights = replicas.trained(model)
+            loss = F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten())
+            for (name, weight), g in zip(weights.items(), torch.autograd.grad(loss, [*weights.values()]), strict=True):
+                m, v = moments[rank][name]
+                m = 0.9 * m + 0.1 * g
+                divisor = ((beta * v + (1 - beta) * g**2) / (1 - beta ** (number + 1))).sqrt() + 1e-8
+                weight.data -= 0.01 * m / (1 - 0.9 ** (number + 1)) / divisor
+                moments[rank][name] = [m, beta * v + (1 - beta) * (g**2 / 2 + m**2 / 2)]
+        if number + 1 in (3, 6, 7):
+            for each in zip(*(weights.values() for weights in replicas.weights), strict=True):
+                mean = torch.stack([weight.detach() for weight in each]).mean(0)
+                for weight in each:
+                    weight.data.copy_(mean)
+        for rank, result in enumerate(results):
+            assert apart(result["weights"][number], replicas.flat(rank)) < 1e-9
+    own = train(pool, ADAM, LocalSGD(every=3), steps=7)
+    assert apart(own[0]["weights"][-1], results[0]["weights"][-1]) > 1e-4
+
+
+class Noisy:
+    """A weight whose gradient is its mean and noise, and the optimizer's second moment of it after many steps."""
+
+    def __init__(self, replicas: int, kind: Any = Adam, **settings: Any) -> None:
+        self.replicas, self.weight = replicas, nn.Parameter(torch.zeros(20_000))
+        holder = nn.Module()
+        holder.weight = self.weight
+        self.job = compose(Job(holder, optimizer=kind([self.weight], lr=0.0, **settings), world=World()))
+        self.moments = SecondMoments(self.job, replicas)
+
+    def step(self, grad: Tensor) -> None:
+        self.weight.grad = grad.clone()
+        self.moments.before_step()
+        self.job.built_optimizer.step()
+        self.moments.after_step()
+
+    @property
+    def second(self) -> float:
+        return float(self.job.built_optimizer.state[self.weight]["exp_avg_sq"].mean())
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_it_estimates_that_of_the_mean_gradient(mean: float, replicas: int) -> None:
+    noise = torch.Generator().manual_seed(0)
+    noisy = Noisy(replicas, betas=(0.9, 0.95))
+    for _ in range(100 * replicas):
+        noisy.step(mean + torch.randn(20_000, generator=noise))
+    exact = (mean**2 + 1 / replicas) * (1 - (1 - 0.05 / replicas) ** (100 * replicas))
+    # m itself is noisy: of variance (1 - 0.9) / (1 + 0.9)
+    assert noisy.second == pytest.approx(exact + (1 - 1 / replicas) * 0.1 / 1.9, rel=0.02)
+
+
+def test_betas_stay_the_programs() -> None:
+    noisy = Noisy(4, betas=(0.9, 0.95))
+    (group,) = noisy.job.built_optimizer.param_groups
+    noisy.step(torch.ones(20_000))
+    assert group["betas"] == (0.9, 0.95)
+    noisy.moments.before_step()  # and no step, because of an error
+    assert group["betas"] == (0.9, 0.9875)
+    noisy.moments.before_step()
+    assert group["betas"] == (0.9, 0.9875)
+    noisy.moments.after_step()
+    assert group["betas"] == (0.9, 0.95)
+
+
+def test_sgd_steps_as_before() -> None:
+    def run(replicas: int) -> Tensor:
+        noisy = Noisy(replicas, SGD)
+        noisy.job.built_optimizer.param_groups[0]["lr"] = 0.1
+        for step in range(3):
+            noisy.step(torch.full((20_000,), 1.0 + step))
+        return noisy.weight.detach()
+
+    assert torch.equal(run(4), run(1))
+
+
+def test_a_step_that_overflowed_leaves_it_alone() -> None:
+    noisy = Noisy(4, AdamW, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    noisy.step(torch.ones(20_000))
+    before = noisy.second
+    noisy.weight.grad = torch.full((20_000,), torch.inf)
+    scaler.scale(torch.ones(()))
+    optimizer = noisy.job.built_optimizer
+    optimizer.register_step_pre_hook(lambda *_: noisy.moments.before_step())
+    optimizer.register_step_post_hook(lambda *_: noisy.moments.after_step())
+    scaler.step(optimizer)
+    assert noisy.second == before
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_averaged_gradients_of_the_first_steps_are_the_mean_already(pool: Pool) -> None:
+    feature = LocalSGD(every=2, start=3, second_moment="global")
+    dense, local = train(pool, ADAM, DDP(), steps=3)[0], train(pool, ADAM, feature, steps=5)
+    assert apart(dense["weights"][2], local[0]["weights"][2]) < 1e-12
+    own = train(pool, ADAM, LocalSGD(every=2, start=3), steps=5)
+    assert apart(own[0]["weights"][3], local[0]["weights"][3]) > 1e-6
+
+
+def test_a_run_of_it_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    feature = DiLoCo(every=4, fragments=2, delay=1, codec="4bit", second_moment="global")
+    arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path)}
+    through = train(pool, Plain(every=1, keep=9), ADAM, feature, **arguments)
+    arguments["folder"] = str(tmp_path / "again")
+    rest = train(pool, Plain(), ADAM, feature, resume=merging.saves(str(tmp_path))[3], **arguments)
+    for one, other in zip(rest, through, strict=True):
+        assert one["digests"] == other["digests"][-3:]
