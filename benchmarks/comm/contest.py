@@ -42,7 +42,7 @@ class Sizes:
     most: int = 3
     """Times as many steps that a method is given."""
     look: int = 20
-    seeds: tuple[int, ...] = (12, 13, 14)
+    seeds: tuple[int, ...] = (13, 14, 15)
     tuning_seed: int = 100
     tuning_steps: int = 200
     cool: float = 0.4

@@ -30,13 +30,13 @@ PER_STEP = Family(
         ours("PowerSGD r8 alternate bf16", "PowerSGD", rank=8, alternate=True, wire="bf16"),
     ),
 )
-# Streamed so that the wire hides. Of every entry and step signs at H = 4 send 0.38 bits, which is 0.2 s at 10 Mbit/s;
-# a 32nd of the entries 0.23, and a 64th at H = 8 0.06, which is 0.3 s at 1 Mbit/s.
-SIGNS = local("LocalSGD H=4 sign", "LocalSGD", every=4, fragments=4, delay=2, codec="sign")
+# Streamed so that the wire hides. Of every entry and step signs send 0.76 bits at H = 2 and 0.38 at H = 4, which is
+# 0.04 s at 100 Mbit/s and 0.2 s at 10; a 64th of the entries at H = 4 0.12, which is 0.6 s at 1 Mbit/s.
+SIGNS = local("LocalSGD H=4 sign", "LocalSGD", every=4, fragments=4, delay=1, codec="sign", second_moment="global")
 STREAMED = (
     SIGNS,
-    local("SparseLoCo H=4", "SparseLoCo", every=4, fragments=4, delay=2, k=128),
-    local("SparseLoCo H=8", "SparseLoCo", every=8, fragments=4, delay=2, k=64),
+    local("LocalSGD H=2 sign", "LocalSGD", every=2, fragments=2, delay=1, codec="sign", second_moment="global"),
+    local("SparseLoCo H=4", "SparseLoCo", every=4, fragments=4, delay=1, k=64, second_moment="global"),
 )
 LOCAL = Family("local steps", STREAMED)
 MUON = Family("local steps of Muon", tuple(map(muon, STREAMED)))

@@ -31,7 +31,7 @@ GLOBAL = LocalSGD(every=3, second_moment="global")
 
 
 def test_it_equals_one_written_by_hand(pool: Pool) -> None:
-    results = train(pool, ADAM, GLOBAL, steps=7)
+    results = train(pool, ADAM, optim.Clip(max_norm=0.05), GLOBAL, steps=7)
     replicas, beta = Replicas(2), 1 - 0.05 / 2
     moments = [{name: [torch.zeros_like(w)] * 2 for name, w in weights.items()} for weights in replicas.weights]
     for number in range(7):
@@ -39,12 +39,16 @@ def test_it_equals_one_written_by_hand(pool: Pool) -> None:
             batch = jobs.batch(number, rank, 2)
             weights = replicas.trained(model)
             loss = F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten())
-            for (name, weight), g in zip(weights.items(), torch.autograd.grad(loss, [*weights.values()]), strict=True):
+            gradients = torch.autograd.grad(loss, [*weights.values()])
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            for (name, weight), g in zip(weights.items(), gradients, strict=True):
                 m, v = moments[rank][name]
-                m = 0.9 * m + 0.1 * g
-                divisor = ((beta * v + (1 - beta) * g**2) / (1 - beta ** (number + 1))).sqrt() + 1e-8
+                g = g * 0.05 / (norm + 1e-6)
+                square = (g**2 + m**2) / 2 if number else g**2  # a first step has no state to change
+                m, v = 0.9 * m + 0.1 * g, beta * v + (1 - beta) * square
+                divisor = (v / (1 - beta ** (number + 1))).sqrt() + 1e-8
                 weight.data -= 0.01 * m / (1 - 0.9 ** (number + 1)) / divisor
-                moments[rank][name] = [m, beta * v + (1 - beta) * (g**2 / 2 + m**2 / 2)]
+                moments[rank][name] = [m, v]
         if number + 1 in (3, 6, 7):
             for each in zip(*(weights.values() for weights in replicas.weights), strict=True):
                 mean = torch.stack([weight.detach() for weight in each]).mean(0)
@@ -52,7 +56,7 @@ def test_it_equals_one_written_by_hand(pool: Pool) -> None:
                     weight.data.copy_(mean)
         for rank, result in enumerate(results):
             assert apart(result["weights"][number], replicas.flat(rank)) < 1e-9
-    own = train(pool, ADAM, LocalSGD(every=3), steps=7)
+    own = train(pool, ADAM, optim.Clip(max_norm=0.05), LocalSGD(every=3), steps=7)
     assert apart(own[0]["weights"][-1], results[0]["weights"][-1]) > 1e-4
 
 
@@ -111,6 +115,22 @@ def test_sgd_steps_as_before() -> None:
         return noisy.weight.detach()
 
     assert torch.equal(run(4), run(1))
+
+
+def test_moments_of_low_precision_stay_positive() -> None:
+    noisy, noise = Noisy(4096), torch.Generator().manual_seed(0)
+    noisy.weight.data = noisy.weight.data.bfloat16()
+    for size in (1e-3, 1e3, 1.0):
+        noisy.step(size * torch.randn(20_000, generator=noise).bfloat16())
+    assert float(noisy.job.built_optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
+
+
+@pytest.mark.parametrize("replicas", [4, 4096])
+def test_a_large_gradient_leaves_it_positive(replicas: int) -> None:
+    noisy = Noisy(replicas)
+    for size in (1e-6, 1e6, 1e-6):
+        noisy.step(torch.full((20_000,), size))
+        assert float(noisy.job.built_optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
 
 
 def test_a_step_that_overflowed_leaves_it_alone() -> None:

@@ -157,6 +157,9 @@ class OuterOptimizer:
                 fragment.rebase()
             if self.starting and self.channel.status_wire.size > 1:
                 self._average_gradients()
+
+    def estimate_moments(self) -> None:
+        """Work for Phase.GRAD, where gradients are this replica's own."""
         if self.moments is not None and not (self.equal and self.starting):
             self.moments.before_step()
 

@@ -1,14 +1,15 @@
 """Adam's second moment of the replicas' mean gradient, which each replica estimates from its own gradients.
 
 Adam divides by the root of v, a mean of squared gradients over about 1 / (1 - beta2) steps. One of N replicas has the
-gradient g of an N-th of the batch. Its noise has N times the variance of the mean gradient's, so v is too large, and v
-averages N times fewer samples, so a replica whose gradient is large for once divides by that what it alone could tell
-the others. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and takes the first moment m for the
-mean of g:
+gradient g of an N-th of the batch. Its noise has N times the variance of the mean gradient's, so v is too large; and
+where a replica's gradient is large for once, as of a token that it alone has read, it divides by that what only it
+could tell the others. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's first moment m
+stands for the mean of g:
 
     v <- beta v + (1 - beta) (g^2 / N + (1 - 1/N) m^2)
 
-which would be the mean square of the mean gradient if m were exact. Nothing is exchanged for it.
+If m were exact, that would be the mean square of the mean gradient. A gradient that one replica alone has, and once,
+moves the mean of the replicas as far as it would in one batch of all. Nothing is exchanged for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoestring.core.job import Job
 
 
 class SecondMoments:
-    """Around the steps of one job's optimizer, where it keeps `exp_avg` and `exp_avg_sq` as torch's Adam does.
+    """Around the steps of one job's optimizer, where it keeps `exp_avg` and `exp_avg_sq` as torch's Adam does, in fp32.
 
     Others with `betas` and `eps` average longer, and no more; what has neither is left alone.
 
@@ -35,33 +36,34 @@ class SecondMoments:
         self.job, self.replicas = job, replicas
         self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []  # the program's, of each group, in a step
 
-    def before_step(self) -> None:
-        """Let the optimizer's next step average over N times as many steps."""
-        self._restore()  # of a step that an error broke off
-        for group in self.job.built_optimizer.param_groups:
-            if "eps" in group and len(group.get("betas", ())) == 2:
-                first, second = group["betas"]
-                self._betas.append((group, (first, second)))
-                group["betas"] = (first, 1 - (1 - second) / self.replicas)
-
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Put the estimate in the place of the g^2 that the step has added: v += (1 - beta) (1 - 1/N) (m^2 - g^2)."""
-        optimizer = self.job.built_optimizer
+    def before_step(self) -> None:
+        """Change v so that it will be the estimate once the optimizer has added its share of g^2."""
+        self.after_step()  # of a step that an error broke off
+        optimizer, others = self.job.built_optimizer, 1 - 1 / self.replicas
         overflowed = bool(getattr(optimizer, "found_inf", False))  # of a fused one, which skips such a step by itself
-        for group, _ in () if overflowed else self._betas:
+        for group in optimizer.param_groups:
+            if "eps" not in group or len(group.get("betas", ())) != 2:
+                continue
+            first, second = group["betas"]
+            self._betas.append((group, (first, second)))
+            group["betas"] = first, beta = first, 1 - (1 - second) / self.replicas
             stepped = [each for each in group["params"] if each.grad is not None]
-            adams = [each for each in stepped if {"exp_avg", "exp_avg_sq"} <= optimizer.state.get(each, {}).keys()]
-            if adams:
+            adams = [each for each in stepped if _precise(optimizer.state.get(each, {}))]
+            if adams and not overflowed:
                 states = [optimizer.state[each] for each in adams]
                 v, m = ([local_shard(state[key]) for state in states] for key in ("exp_avg_sq", "exp_avg"))
                 g = [local_shard(each.grad) for each in adams]
-                share = (1 - group["betas"][1]) * (1 - 1 / self.replicas)
-                foreach_addcmul_(v, m, m, share)
-                foreach_addcmul_(v, g, g, -share)
-        self._restore()
+                foreach_addcmul_(v, m, m, others * (1 - beta) / beta)
+                foreach_addcmul_(v, g, g, -others * (1 - beta) / beta)
 
-    def _restore(self) -> None:
+    def after_step(self) -> None:
+        """Give the program its betas back."""
         for group, betas in self._betas:
             group["betas"] = betas
         self._betas.clear()
+
+
+def _precise(state: dict[str, Any]) -> bool:
+    """Whether it is Adam's, and v, from which nearly all of g^2 is taken before it is added, cannot end below zero."""
+    return "exp_avg" in state and "exp_avg_sq" in state and state["exp_avg_sq"].dtype in (torch.float32, torch.float64)
