@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,14 @@ def test_known_values_of_steps() -> None:
     assert estimate_worth(Quantize(bits=4, feedback=True), 0) == 1.0
     assert estimate_worth(PowerSGD(rank=4), 0) == 0.5
     assert estimate_worth(SparseLoCo(), 0) is None and estimate_worth(LocalSGD(codec="terngrad"), 0) is None
-    periods = [estimate_worth(LocalSGD(every=every), 0) for every in (1, 4, 8, 16, 32, 100, 500)]
-    assert periods == sorted(periods, reverse=True) and (periods[0], periods[2], periods[4]) == (0.85, 0.7, 0.46)
-    assert estimate_worth(LocalSGD(every=8, start=50), 100) == pytest.approx((1.0 + 0.7) / 2)
-    signs = LocalSGD(every=4, fragments=4, delay=2, codec="sign")
-    assert estimate_worth(signs, 0) == estimate_worth(LocalSGD(every=8), 0)  # as old on average
+    for moment, known in (("own", (0.85, 0.7, 0.46)), ("global", (0.94, 0.8, 0.6))):
+        local = partial(LocalSGD, second_moment=moment)
+        periods = [estimate_worth(local(every=every), 0) for every in (1, 4, 8, 16, 32, 100, 500)]
+        assert periods == sorted(periods, reverse=True) and (periods[0], periods[2], periods[4]) == known
+        assert estimate_worth(local(every=8, start=50), 100) == pytest.approx((1.0 + known[1]) / 2)
+        signs = local(every=4, fragments=4, delay=2, codec="sign")
+        assert estimate_worth(signs, 0) == estimate_worth(local(every=8), 0)  # as old on average
+    assert estimate_worth(LocalSGD(every=2, codec="sign"), 0) == 0.85 < (estimate_worth(LocalSGD(every=2), 0) or 0)
 
 
 # -- in a job ---------------------------------------------------------------------------------------------------------

@@ -62,9 +62,9 @@ class LocalSteps(Feature):
     """Weight of a replica's own parameters where `late_merge` is "mix", between 0 and 1. A larger value keeps more of
     the steps made during the exchange, and lets the replicas agree less."""
     second_moment: Literal["own", "global"] = "own"
-    """Second moment by which each replica's Adam divides: of the replica's "own" gradients, or an estimate of the mean
-    gradient's over all replicas ("global"), which is less noisy and averages over more steps. It changes nothing for an
-    optimizer that is not Adam, and sends nothing."""
+    """Second moment that each replica's Adam divides by: that of its own gradients ("own"), or an estimate of the mean
+    gradient's over all replicas ("global"), with which a step learns more where periods are short. It sends nothing,
+    and changes nothing for optimizers that are not Adam."""
     replica: Literal["auto", "host", "rank"] = "auto"
     """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
     several."""
@@ -217,6 +217,7 @@ class LocalSGD(Averaging):
     every: int = 8
     """Number of steps that each replica trains on its own between two averages of the same weights. A larger value
     sends less, and lets the replicas drift further apart."""
+    second_moment: Literal["own", "global"] = "global"
 
 
 @dataclass(frozen=True, kw_only=True)

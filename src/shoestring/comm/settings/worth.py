@@ -8,6 +8,7 @@ a start, and `comm.auto.worth` is for values of one's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 from shoestring.comm.local.schedule import merges_per_step
@@ -16,10 +17,12 @@ from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Q
 
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
-AVERAGED = ((1, 0.85), (4, 0.77), (8, 0.7), (16, 0.61), (32, 0.46), (128, 0.3))
-"""(steps between two averages and twice the steps that each is late, worth); the ends are extrapolated."""
-LOSSLESS = {*PLAIN, "sign"}
-"""Codecs of weights' changes that cost nothing that could be measured."""
+OWN = ((1, 0.85), (4, 0.77), (8, 0.7), (16, 0.61), (32, 0.46), (128, 0.3))
+"""(steps between two averages and twice the steps that each is late, worth)."""
+GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
+"""The same where replicas estimate the second moment of their mean gradient."""
+SIGNS = 0.85
+"""With that, averages of signs were worth no more, however short the period; otherwise signs cost nothing."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
@@ -28,16 +31,18 @@ def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
         return 1.0
     if isinstance(method, PowerSGD):
         return LOW_RANK
-    if isinstance(method, LocalSGD) and method.codec in LOSSLESS:
+    if isinstance(method, LocalSGD) and method.codec in (*PLAIN, "sign"):
         starting = min(1.0, method.start / total) if total else 0.0
         period = 1 / merges_per_step(method.every, method.final_every, total)
-        return starting + (1 - starting) * _averaged(period + 2 * method.delay)
+        estimated = method.second_moment == "global"
+        most = SIGNS if estimated and method.codec == "sign" else 1.0
+        worth = min(most, _interpolate(GLOBAL if estimated else OWN, period + 2 * method.delay))
+        return starting + (1 - starting) * worth
     return None
 
 
-def _averaged(period: float) -> float:
-    """Interpolated in the logarithm of the period."""
-    for (shorter, more), (longer, less) in pairwise(AVERAGED):
-        if period <= longer:
-            return more + (less - more) * math.log(period / shorter) / math.log(longer / shorter)
-    return AVERAGED[-1][1]
+def _interpolate(measured: Sequence[tuple[float, float]], period: float) -> float:
+    """Interpolated in the logarithm of the period; the ends are what is beyond them."""
+    period = min(max(period, measured[0][0]), measured[-1][0])
+    (shorter, more), (longer, less) = next(pair for pair in pairwise(measured) if period <= pair[1][0])
+    return more + (less - more) * math.log(period / shorter) / math.log(longer / shorter)
