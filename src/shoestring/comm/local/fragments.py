@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shoestring._torch import foreach_copy_
+from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.dense import flatten, split_like, unflatten
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.models.blocks import repeated
@@ -92,7 +92,7 @@ class Fragment:
     def move(self, sent: Tensor) -> None:
         """Add theta_new - `sent` to the replica's weights, `sent` being what they were; overwrites it."""
         torch.sub(self.anchor, sent, out=sent)
-        unflatten(sent.add_(self.flat()), self.weights)
+        foreach_add_(self.weights, split_like(sent, self.weights))
 
     def split_named(self, flat: Tensor) -> dict[str, Tensor]:
         """Split a flat tensor into views by parameter name."""

@@ -28,7 +28,7 @@ from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import Wire, naming_failures
+from shoestring.comm.exchange.wire import Wire, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
@@ -247,7 +247,7 @@ class OuterOptimizer:
         status = [self.asked, self.failed, 0, tokens - self.reported_tokens]
         row = torch.tensor(status, dtype=torch.float64, device=self.job.world.device)
         if sent:
-            row[BROKEN] = (~torch.stack([tensor.isfinite().all() for tensor in sent]).all()).double()
+            row[BROKEN] = (~find_finite(sent)).double()
         self.reported_tokens = tokens
         return row
 
