@@ -218,6 +218,9 @@ class LocalSGD(Averaging):
     """Number of steps that each replica trains on its own between two averages of the same weights. A larger value
     sends less, and lets the replicas drift further apart."""
     second_moment: Literal["own", "global"] = "global"
+    """Second moment that each replica's Adam divides by: an estimate of the mean gradient's over all replicas
+    ("global"), or that of its own gradients ("own"), with which a step learns less where periods are short. It sends
+    nothing, and changes nothing for optimizers that are not Adam."""
 
 
 @dataclass(frozen=True, kw_only=True)
