@@ -130,8 +130,9 @@ class OuterOptimizer:
         self.failed = 0  # the step of that error
         self.reported_tokens = job.progress.tokens  # progress at this rank's last row
         self.metrics = _MergeMetrics(job, settings, self.channel)
-        estimated = settings.second_moment == "global"
-        self.moments = SecondMoments(job, job.world.ranks_over(settings.over)) if estimated else None
+        replicas = job.world.ranks_over(settings.over)
+        estimated = settings.second_moment == "global" and replicas > 1
+        self.moments = SecondMoments(job, replicas) if estimated else None
 
     def close(self) -> None:
         self.channel.close()
