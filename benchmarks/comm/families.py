@@ -35,7 +35,7 @@ PER_STEP = Family(
 STREAMED = (
     local("LocalSGD H=2 4 bits", "LocalSGD", every=2, fragments=2, delay=1, codec="4bit", second_moment="global"),
     local("LocalSGD H=4 sign", "LocalSGD", every=4, fragments=4, delay=1, codec="sign", second_moment="global"),
-    local("SparseLoCo H=4", "SparseLoCo", every=4, fragments=4, delay=1, k=64, second_moment="global"),
+    local("SparseLoCo H=4", "SparseLoCo", every=4, fragments=4, delay=1, k=32, second_moment="global"),
 )
 SIGNS = STREAMED[1]
 LOCAL = Family("local steps", STREAMED)
