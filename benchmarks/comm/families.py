@@ -31,7 +31,7 @@ PER_STEP = Family(
     ),
 )
 # Streamed so that the wire hides behind one step. Of every entry and step 4 bits send 3 bits at H = 2, which is 0.16 s
-# at 100 Mbit/s; signs 0.38 at H = 4, 0.2 s at 10 Mbit/s; a 64th of the entries 0.12 at H = 4, 0.6 s at 1 Mbit/s.
+# at 100 Mbit/s; signs 0.38 at H = 4, 0.2 s at 10 Mbit/s; a 128th of the entries 0.06 at H = 4, 0.3 s at 1 Mbit/s.
 STREAMED = (
     local("LocalSGD H=2 4 bits", "LocalSGD", every=2, fragments=2, delay=1, codec="4bit", second_moment="global"),
     local("LocalSGD H=4 sign", "LocalSGD", every=4, fragments=4, delay=1, codec="sign", second_moment="global"),
