@@ -54,8 +54,9 @@ class SecondMoments:
                 states = [optimizer.state[each] for each in adams]
                 v, m = ([local_shard(state[key]) for state in states] for key in ("exp_avg_sq", "exp_avg"))
                 g = [local_shard(each.grad) for each in adams]
-                foreach_addcmul_(v, m, m, others * (1 - beta) / beta)
-                foreach_addcmul_(v, g, g, -others * (1 - beta) / beta)
+                share = float(others * (1 - beta) / beta)
+                foreach_addcmul_(v, m, m, share)
+                foreach_addcmul_(v, g, g, -share)
 
     def after_step(self) -> None:
         """Give the program its betas back."""
