@@ -245,11 +245,8 @@ def test_a_run_of_muon_in_replicas_resumes_bit_for_bit(pool: Pool, tmp_path: Pat
             assert one["digests"] == other["digests"][-len(one["digests"]) :]
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [RESUMED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RESUMED[1:])],
-    ids=lambda feature: f"{feature.name}-{feature.fragments}",
-)
+@pytest.mark.slow  # a run of `test_second_moment` resumes in the quick tests
+@pytest.mark.parametrize("feature", RESUMED, ids=lambda feature: f"{feature.name}-{feature.fragments}")
 def test_a_run_resumes_bit_for_bit_from_any_step(pool: Pool, tmp_path: Path, feature: Any) -> None:
     arguments: dict[str, Any] = {"steps": 9, "precise": False, "folder": str(tmp_path), "micro": 2, "ragged": True}
     through = train(pool, Plain(every=1, keep=9), feature, **arguments)
@@ -336,6 +333,7 @@ def test_hosts_resume_bit_for_bit(four: Pool, tmp_path: Path, inside: Any, featu
         assert one["digests"] == other["digests"][-2:]
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_host_stay_equal_when_hosts_become_fewer(four: Pool, tmp_path: Path) -> None:
     """Four replicas become two of two ranks: each host takes the optimizer's state of one of them."""
     features = (Plain(every=5), DiLoCo(every=4, replica="host"), DDP(hosts="leave"))
@@ -347,6 +345,7 @@ def test_the_ranks_of_a_host_stay_equal_when_hosts_become_fewer(four: Pool, tmp_
     assert [ranks[0]["digests"][i] == ranks[2]["digests"][i] for i in (0, 1)] == [False, True]
 
 
+@pytest.mark.slow  # with a rank for each replica `test_local_ends` does so in the quick tests
 def test_one_host_ends_all_and_one_vote_stops_all(four: Pool) -> None:
     arguments: dict[str, Any] = {"steps": 9, "local": 2}
     said = [
