@@ -39,13 +39,13 @@ STREAMED = (
 )
 SIGNS = STREAMED[1]
 LOCAL = Family("local steps", STREAMED)
-LATER = {"fragments": 4, "delay": 2}
-MUON = Family(  # whose steps divide by no second moment
+TWO_STEPS_LATE = {"fragments": 4, "delay": 2}
+MUON = Family(  # its steps divide by no second moment
     "local steps of Muon",
     (
-        muon(local("LocalSGD H=4 sign", "LocalSGD", every=4, **LATER, codec="sign")),
-        muon(local("SparseLoCo H=4", "SparseLoCo", every=4, **LATER, k=128)),
-        muon(local("SparseLoCo H=8", "SparseLoCo", every=8, **LATER, k=64)),
+        muon(local("LocalSGD H=4 sign", "LocalSGD", every=4, **TWO_STEPS_LATE, codec="sign", second_moment="own")),
+        muon(local("SparseLoCo H=4", "SparseLoCo", every=4, **TWO_STEPS_LATE, k=128)),
+        muon(local("SparseLoCo H=8", "SparseLoCo", every=8, **TWO_STEPS_LATE, k=64)),
     ),
 )
 OURS = (PER_STEP, LOCAL, MUON)

@@ -38,7 +38,8 @@ class SecondMoments:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Change v so that it will be the estimate once the optimizer has added its share of g^2."""
+        """Change v so that it will be the estimate once the optimizer has added its share of g^2; not in a parameter's
+        first step, which has no state yet."""
         self.after_step()  # of a step that an error broke off
         optimizer, others = self.job.built_optimizer, 1 - 1 / self.replicas
         overflowed = bool(getattr(optimizer, "found_inf", False))  # of a fused one, which skips such a step by itself

@@ -62,9 +62,9 @@ class LocalSteps(Feature):
     """Weight of a replica's own parameters where `late_merge` is "mix", between 0 and 1. A larger value keeps more of
     the steps made during the exchange, and lets the replicas agree less."""
     second_moment: Literal["own", "global"] = "own"
-    """Second moment that each replica's Adam divides by: that of its own gradients ("own"), or an estimate of the mean
-    gradient's over all replicas ("global"), with which a step learns more where periods are short. It sends nothing,
-    and changes nothing for optimizers that are not Adam."""
+    """Second moment that each replica's Adam divides by: "own" is computed from the replica's gradients, and "global"
+    estimates the second moment of all replicas' mean gradient, with which a step learns more where periods are short.
+    Neither sends anything, and other optimizers than Adam are not changed."""
     replica: Literal["auto", "host", "rank"] = "auto"
     """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
     several."""
@@ -218,9 +218,9 @@ class LocalSGD(Averaging):
     """Number of steps that each replica trains on its own between two averages of the same weights. A larger value
     sends less, and lets the replicas drift further apart."""
     second_moment: Literal["own", "global"] = "global"
-    """Second moment that each replica's Adam divides by: an estimate of the mean gradient's over all replicas
-    ("global"), or that of its own gradients ("own"), with which a step learns less where periods are short. It sends
-    nothing, and changes nothing for optimizers that are not Adam."""
+    """Second moment that each replica's Adam divides by: "own" is computed from the replica's gradients, and "global"
+    estimates the second moment of all replicas' mean gradient, with which a step learns more where periods are short.
+    Neither sends anything, and other optimizers than Adam are not changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

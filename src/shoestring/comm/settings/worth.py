@@ -18,9 +18,9 @@ from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Q
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
 OWN = ((1, 0.85), (4, 0.77), (8, 0.7), (16, 0.61), (32, 0.46), (128, 0.3))
-"""(steps between two averages and twice the steps that each is late, worth)."""
+"""(steps between two averages and twice the steps that each is late, worth); the ends are extrapolated."""
 GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
-"""The same where replicas estimate the second moment of their mean gradient."""
+"""The same where replicas estimate the second moment of their mean gradient; the last one is extrapolated."""
 SIGNS = 0.85
 """With that, averages of signs were worth no more, however short the period; otherwise signs cost nothing."""
 
