@@ -2,7 +2,8 @@
 
 The target is DDP's held-out loss at step 600; its losses at earlier steps are read from the same curve. A method is
 given three times as many steps, and one that does not get there in them is said to be worth at most a third of DDP's.
-Curves are of a small model, once for all rates. Bytes and seconds are those of a larger one on hosts with slow links.
+Curves are of a small model, once for all rates. Bytes and seconds are those of a larger one on hosts with slow links,
+whose frames pass by the millisecond: a cable takes nothing from processors, but its emulation does.
 
 Constant rates of learning flatter what averages weights. So the best of ours and of the peers at each rate are run with
 a cool-down, too, and a step of theirs is worth as many as DDP needs to the same loss with a cool-down of its own.
@@ -28,7 +29,7 @@ from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import Setting
 from benchmarks.comm.spec import Spec
 from benchmarks.comm.store import Store
-from shoestring.testing.netlab.links import bits_per_second
+from shoestring.testing.netlab.links import COALESCED, bits_per_second
 
 RATES = ("100mbit", "10mbit", "1mbit")
 
@@ -197,16 +198,17 @@ class Contest:
     def slow_spec(self, method: Method, rate: str) -> Spec:
         """The method and no communication in turns, at a rate."""
         method = method.at(3e-3)  # steps of any rate of learning take as long
+        link = {"rate": rate, "coalesce": bits_per_second(rate) > COALESCED}
         every = self._wire_seconds(method, rate) + 1.0
         afford = max(1, int(self.sizes.patience / every))
         if method.local:
             # At least two periods and 12 steps where that can be afforded: short periods say little alone.
             turn = method.period * max(1, min(max(2, 12 // method.period), afford // method.period))
             rounds = 4 if 4 * turn <= afford else 2
-            return self._spec(NONE, method, turn=turn, rounds=rounds, warm=0, rate=rate, horizon=2 * rounds * turn)
+            return self._spec(NONE, method, turn=turn, rounds=rounds, warm=0, **link, horizon=2 * rounds * turn)
         steps = max(3, min(self.sizes.slow_steps, afford))
         turn = 4 if steps >= 12 else 2
-        return self._spec(NONE, method, turn=turn, rounds=-(-steps // turn), warm=4, rate=rate)
+        return self._spec(NONE, method, turn=turn, rounds=-(-steps // turn), warm=4, **link)
 
     def _wire_seconds(self, method: Method, rate: str) -> float:
         """What the bytes of a step take at a rate, without anything else."""

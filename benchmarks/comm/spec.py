@@ -31,6 +31,8 @@ class Spec:
     """Part of the horizon in which the rate of learning falls to zero at its end."""
     rate: str = ""
     """Rate of every host's link in each direction, as netlab writes it; empty leaves links unlimited."""
+    coalesce: bool = False
+    """Whether frames pass by the millisecond, so that the emulation of a fast link takes little from the ranks."""
     slow_first: bool = False
     """Whether the links are slow before the models are built, for methods that measure them at start-up."""
     seed: int = 0
@@ -54,7 +56,10 @@ class Spec:
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def text(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if not self.coalesce:  # as in what was stored before there was a choice
+            del fields["coalesce"]
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def parse(cls, text: str) -> Spec:

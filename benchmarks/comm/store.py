@@ -68,7 +68,8 @@ def launch(spec: Spec, folder: Path) -> dict[str, Any]:
     (folder / "spec.json").write_text(spec.text())
     names = ", ".join(method.name for method in spec.methods)
     print(f"  {spec.steps} steps of {names} at {spec.rate or 'no limit'}, seed {spec.seed} …", file=sys.stderr)
-    with netlab(hosts=RANKS, rate=spec.rate if spec.slow_first and spec.rate else None) as lab:
+    rate = spec.rate if spec.slow_first and spec.rate else None
+    with netlab(hosts=RANKS, rate=rate, coalesce=spec.coalesce) as lab:
         worker = ["-m", "benchmarks.comm.worker", str(folder / "spec.json"), str(folder)]
         job = lab.torchrun(worker, env=environment())
         began = started(lab, job, spec, folder)

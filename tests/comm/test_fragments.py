@@ -1,10 +1,12 @@
-"""Fragments: which parameters are merged together."""
+"""Fragments: which parameters are merged together, and the memory in which they travel."""
 
 from __future__ import annotations
 
 from itertools import chain
 
-from shoestring.comm.local.fragments import assign_fragments, group_parameters
+import torch
+
+from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments, group_parameters
 from shoestring.testing import jobs
 
 
@@ -18,3 +20,21 @@ def test_layers_are_shared_out_strided_or_in_sequence_and_completely() -> None:
         layers = [{int(name.split(".")[1]) for name in group if name.startswith("blocks.")} for group in groups]
         assert layers == expected
     assert len(group_parameters(model)) == 6 + 3
+
+
+def test_merges_use_memory_again_but_never_that_of_another() -> None:
+    model = jobs.tiny()
+    small, large = ({name: dict(model.named_parameters())[name]} for name in ("scale", "embedding.weight"))
+    with torch.no_grad():
+        fragments = [Fragment(parameters, momentum=False) for parameters in (small, large)]
+    pool, (little, much) = FlatPool(fragments), (fragment.anchor for fragment in fragments)
+    assert len(little) < len(much)
+    first, second = pool.take(little), pool.take(much)
+    assert (first.shape, second.shape) == (little.shape, much.shape)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    pool.give_back([first])
+    again = pool.take(much)  # what a smaller fragment leaves is large enough for the largest
+    assert again.shape == much.shape and again.data_ptr() == first.data_ptr()
+    pool.give_back([torch.empty(len(little)), again, second])  # the first one came with a checkpoint
+    assert pool.take(much.double()).dtype == torch.float64
+    assert {pool.take(much).data_ptr() for _ in range(2)} == {again.data_ptr(), second.data_ptr()}

@@ -4,8 +4,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from functools import partial
 
@@ -22,14 +20,11 @@ from shoestring.testing.netlab.leftovers import (
     start_owner,
     surroundings,
 )
+from tests.testing.on_hosts import python
 from tests.waiting import until
 
 REASON = netlab_available()
 pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-
-
-def python(program, *arguments):
-    return [sys.executable, "-S", "-c", textwrap.dedent(program), *map(str, arguments)]
 
 
 @pytest.fixture(scope="module")

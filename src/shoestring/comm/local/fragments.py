@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -55,9 +57,14 @@ class Fragment:
         """The replica's weights theta as one new flat tensor."""
         return flatten(self.weights, self.dtype)
 
+    def copy_to(self, flat: Tensor) -> Tensor:
+        """Copy the replica's weights theta into a flat tensor, and return it."""
+        foreach_copy_(split_like(flat, self.weights), self.weights)
+        return flat
+
     def rebase(self) -> None:
         """Let the outer optimizer continue from the replica's weights, which must be equal on all replicas."""
-        foreach_copy_(split_like(self.anchor, self.weights), self.weights)
+        self.copy_to(self.anchor)
 
     def gradient(self) -> Tensor:
         """The gradients as one flat tensor, with zeros where there are none."""
@@ -106,6 +113,28 @@ class Fragment:
         """The inverse of `to_saved`, into `flat`."""
         parts = [_own_shard(saved[name], parameter) for name, parameter in self.parameters.items()]
         foreach_copy_(split_like(flat, self.weights), parts)
+
+
+class FlatPool:
+    """Flat tensors of the largest fragment's size for merges that travel beside training, used again and again.
+
+    On a CPU the pages of a fresh tensor cost as much as writing to it twice.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.largest = max(len(fragment.anchor) for fragment in fragments)
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor of this size and type, with anything in it."""
+        for index, flat in enumerate(self._free):
+            if flat.dtype == like.dtype and len(flat) >= len(like):
+                return self._free.pop(index)[: len(like)]
+        return like.new_empty(self.largest)[: len(like)]
+
+    def give_back(self, flats: Sequence[Tensor]) -> None:
+        """Of tensors that `take` has returned, and nobody reads any more."""
+        self._free += [flat if flat._base is None else flat._base for flat in flats]
 
 
 def _shard_like(part: Tensor, parameter: nn.Parameter) -> Tensor:

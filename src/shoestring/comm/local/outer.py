@@ -30,7 +30,7 @@ from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
-from shoestring.comm.local.fragments import Fragment, assign_fragments
+from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.errors import NonFiniteError
@@ -122,6 +122,7 @@ class OuterOptimizer:
         momentum = settings.outer[1] > 0
         with torch.no_grad():
             self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
+        self.pool = FlatPool(self.fragments)
         persistent = job.module.state_dict(keep_vars=True)
         self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
         self.pending: list[PendingMerge] = []
@@ -229,11 +230,11 @@ class OuterOptimizer:
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False, keep: bool = False) -> None:
         """Send the pseudo-gradients Delta = theta_old - theta of fragments; the buffers go with the first fragment, or
         alone."""
-        weights = [self.fragments[i].flat() for i in fragments]
-        means = [
-            torch.sub(self.fragments[i].anchor, flat, out=None if keep else flat)
-            for i, flat in zip(fragments, weights, strict=True)
-        ]
+        weights, means = list[Tensor](), list[Tensor]()
+        for fragment in (self.fragments[i] for i in fragments):
+            theta = fragment.copy_to(self.pool.take(fragment.anchor))
+            means.append(torch.sub(fragment.anchor, theta, out=self.pool.take(theta) if keep else theta))
+            weights.append(theta)
         buffers = [buffer.clone() for buffer in self.buffers] if 0 in fragments or not fragments else []
         grads: Grads = {}
         for i, mean in zip(fragments, means, strict=True):
@@ -267,6 +268,8 @@ class OuterOptimizer:
                         self.fragments[i].move(merge.sent[index])
                     else:
                         self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
+            if self.settings.delay:  # else nothing lies there while the next steps are made
+                self.pool.give_back([*merge.means, *merge.sent])
             if merge.buffers:
                 foreach_copy_(self.buffers, merge.buffers)
             merged += merge.fragments

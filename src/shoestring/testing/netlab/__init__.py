@@ -16,6 +16,9 @@ scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, an
 machine's. The hosts reach each other and nothing else: the bridge between them has a network namespace of its own too,
 so the machine's network is never touched.
 
+Ranks that share a core lose time to the emulation of a fast link, which no cable would take from them.
+`netlab(rate="100mbit", coalesce=True)` makes it several times cheaper, by a setting of the machine that is given back.
+
 Needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
 """
 

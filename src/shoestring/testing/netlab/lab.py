@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError, WorldError
+from shoestring.testing.netlab import coalescing, lab_folders, links, programs
 from shoestring.testing.netlab import hosts as host_module
-from shoestring.testing.netlab import lab_folders, links, programs
 from shoestring.testing.netlab.hosts import Host, HostSpec
 from shoestring.testing.netlab.machine import HINT, Identity, netlab_available
 from shoestring.testing.netlab.programs import Program
@@ -22,10 +22,19 @@ class Lab:
     """Running hosts, numbered; made by `netlab`. Not for use from several threads at once."""
 
     def __init__(
-        self, folder: Path, switch: Identity, spec: HostSpec, rate: str | None, logs: Path, *, kept: bool
+        self,
+        folder: Path,
+        switch: Identity,
+        spec: HostSpec,
+        rate: str | None,
+        logs: Path,
+        *,
+        kept: bool,
+        coalesce: bool = False,
     ) -> None:
         self.logs = logs
         self._folder, self._switch, self._spec, self._rate = folder, switch, spec, rate
+        self._coalesce = coalesce
         self._hosts: dict[int, Host] = {}
         self._jobs: list[Program] = []
         self._record = replace(lab_folders.LabRecord.mine(), switch=switch, kept=kept)
@@ -69,8 +78,8 @@ class Lab:
         for text in (rate, down):
             if text is not None:
                 links.bits_per_second(text)
-        links.shape(self._host(host).init.pid, "eth0", rate)
-        links.shape(self._switch.pid, f"h{host}", down or rate)
+        links.shape(self._host(host).init.pid, "eth0", rate, coalesce=self._coalesce)
+        links.shape(self._switch.pid, f"h{host}", down or rate, coalesce=self._coalesce)
 
     def cut(self, host: int) -> None:
         """Pull a host's cable; it runs on alone."""
@@ -219,6 +228,7 @@ def netlab(
     shared: Path | None = None,
     logs: Path | None = None,
     kept: bool = False,
+    coalesce: bool = False,
 ) -> Iterator[Lab]:
     """Start a lab, and end it with everything in it when the block is left, however it is left.
 
@@ -234,6 +244,9 @@ def netlab(
         shared: a folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: an empty folder for the output of jobs; None: one that goes with the lab.
         kept: this is the lab of `shoestring lab up`, which `run` and `down` look for.
+        coalesce: let frames pass by the millisecond above 12 Mbit/s, which costs the processors far less than one by
+            one. For measurements of what a network costs where hosts share cores; changes a setting of the machine
+            while the lab is there (see `coalescing`).
 
     Raises:
         WorldError: the machine lacks root, namespaces or a tool; the message says which.
@@ -247,13 +260,17 @@ def netlab(
     if reason := netlab_available():
         raise WorldError(reason, hint=HINT)
     lab_folders.sweep()
+    coalescing.settle()
     with contextlib.ExitStack() as stack:
+        stack.callback(coalescing.settle)
         folder = lab_folders.create()
         stack.callback(lab_folders.discard, folder)
+        if coalesce:
+            coalescing.begin(folder)
         switch = _open(stack, folder)
         folder_of_logs = logs or folder / "logs"
         folder_of_logs.mkdir(parents=True, exist_ok=True)
-        lab = Lab(folder, switch, spec, rate, folder_of_logs.resolve(), kept=kept)
+        lab = Lab(folder, switch, spec, rate, folder_of_logs.resolve(), kept=kept, coalesce=coalesce)
         stack.callback(lab.close)
         for host in range(hosts):
             lab.add(host)

@@ -19,7 +19,7 @@ from shoestring.testing.netlab.machine import Identity, parent
 _OWNER = """
 import sys
 from shoestring.testing.netlab import netlab
-with netlab(hosts=2, rate="100mbit") as lab:
+with netlab(hosts=2, rate="100mbit", coalesce=len(sys.argv) > 1) as lab:
     lab.start(["sh", "-c", "sleep 1000 & exec sleep 1000"])
     print("up", flush=True)
     sys.stdin.read()
@@ -49,10 +49,10 @@ def left_after(rounds: int) -> list[str]:
     return left + sorted(surroundings() - before)
 
 
-def start_owner() -> subprocess.Popen[str]:
+def start_owner(*, coalesce: bool = False) -> subprocess.Popen[str]:
     """Start a process that owns a lab of two hosts with programs on them, and waits to be killed."""
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", _OWNER]
+    command = [sys.executable, "-c", _OWNER, *(["coalesce"] if coalesce else [])]
     owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
     assert owner.stdout is not None
     if owner.stdout.readline() != "up\n":

@@ -1,8 +1,8 @@
-"""The cables of a lab: a bridge in a namespace of its own, a veth pair a host, and tbf at both ends of each.
+"""The cables of a lab: a bridge in a namespace of its own, a veth pair a host, and tbf or htb at both ends of each.
 
-Shaping is at the host's end for what it sends and at the bridge's end for what it receives (tbf(8)). Up to 100 Mbit/s
-segmentation offload is off, so that an interface counts what a wire would carry: each frame with its own headers. At
-higher rates a processor could not keep up with single frames, and offload stays on; tbf still charges each frame.
+Shaping is at the host's end for what it sends and at the bridge's end for what it receives (tbf(8), htb(8)). Up to
+100 Mbit/s segmentation offload is off, so that an interface counts what a wire would carry: each frame with its own
+headers. At higher rates a processor could not keep up with single frames, and offload stays on; each is still charged.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from shoestring.testing.netlab.machine import tool
 MOST_HOSTS = 250
 EXACT = 100_000_000
 """The fastest rate in bit/s at which frames pass one by one."""
+COALESCED = 12_000_000
+"""The fastest rate in bit/s at which frames pass one by one although they may be coalesced: one a millisecond."""
 _FRAME = 1514  # bytes: Ethernet header and 1500 of payload
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -96,13 +98,19 @@ def mend(switch: int, host: int) -> None:
     _ip(switch, f"link set h{host} up")
 
 
-def shape(pid: int, device: str, rate: str | None) -> None:
-    """Limit what leaves through `device` in the network namespace of process `pid`; None takes the limit away."""
+def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) -> None:
+    """Limit what leaves through `device` in the network namespace of process `pid`; None takes the limit away.
+
+    Args:
+        coalesce: see `coalescing`; of rates at which a millisecond lets more than a frame pass.
+    """
     bits = None if rate is None else bits_per_second(rate)
-    queue = "pfifo limit 1000" if bits is None else tbf(bits)
+    coalesced = coalesce and bits is not None and bits > COALESCED
     # Of connections that are open already, tbf takes the batches apart that are too long for a slower rate.
     _ip(pid, f"link set {device} gso_max_segs {1 if bits is not None and bits <= EXACT else 64}")
-    _inside(pid, ["tc", "-batch", "-"], f"qdisc replace dev {device} root {queue}\n")
+    words = "pfifo limit 1000" if bits is None or coalesced else tbf(bits)
+    lines = [f"qdisc replace dev {device} root {words}", *(htb(device, bits) if coalesced else ())]
+    _inside(pid, ["tc", "-batch", "-"], "\n".join([*lines, ""]))
 
 
 def tbf(bits: int) -> str:
@@ -113,6 +121,20 @@ def tbf(bits: int) -> str:
     burst = max(bits // 8 * 4 // 1000, 4 * _FRAME)
     limit = max(bits // 8 * 50 // 1000, 32 * _FRAME)
     return f"tbf rate {bits}bit burst {burst} limit {limit}"
+
+
+def htb(device: str, bits: int) -> list[str]:
+    """The same limit by htb with hysteresis, as lines for tc: the queue, its one class, and what waits in it.
+
+    It sends what a millisecond lets through, and then nothing for a millisecond; after a pause twice as much.
+    """
+    burst, limit = bits // 8 // 1000, bits // 8 * 50 // 1000
+    both = f"rate {bits}bit ceil {bits}bit burst {burst} cburst {burst} quantum {_FRAME}"
+    return [
+        f"qdisc replace dev {device} root handle 1: htb default 1",
+        f"class add dev {device} parent 1: classid 1:1 htb {both}",
+        f"qdisc add dev {device} parent 1:1 handle 2: bfifo limit {limit}",
+    ]
 
 
 def counters(pid: int) -> Traffic:
