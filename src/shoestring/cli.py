@@ -84,6 +84,9 @@ class VirtualHosts:
     """Bandwidth of each host's link in each direction, as tc writes it: 10mbit, 1gbit (up)."""
     delay: float = 0.0
     """Delay of each link in each direction, in seconds; 0.02 is 20 ms (up)."""
+    coalesce: bool = False
+    """Let frames pass by the millisecond above 12 Mbit/s, so that the emulation of the links takes less processor time
+    from what runs on the hosts; changes a setting of the machine until down (up)."""
     host: str = ""
     """Host to run the command on, such as host0; defaults to all (run)."""
 
@@ -91,7 +94,7 @@ class VirtualHosts:
         from shoestring.testing.netlab import cli as lab
 
         if self.action == "up":
-            lab.up(self.hosts, self.rate, delay=self.delay)
+            lab.up(self.hosts, self.rate, delay=self.delay, coalesce=self.coalesce)
         elif self.action == "down":
             lab.down()
         else:

@@ -38,6 +38,7 @@ def up(
     shm: str = "1g",
     disk: str = "1g",
     shared: Path | None = None,
+    coalesce: bool = False,
 ) -> None:
     """Start a lab that stays until `down`; the arguments are `netlab`'s.
 
@@ -47,7 +48,7 @@ def up(
     if lab_folders.kept_lab():
         raise WorldError("a lab is up already", hint="`shoestring lab down` ends it")
     HostSpec(shm=shm, disk=disk, delay=delay, shared=shared)
-    words = [str(hosts), rate or "", str(delay), shm, disk, str(shared.resolve()) if shared else ""]
+    words = [str(hosts), rate or "", str(delay), shm, disk, str(shared.resolve()) if shared else "", "yes" * coalesce]
     pipe = subprocess.PIPE
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEPER, *words],
@@ -71,10 +72,10 @@ def keep() -> None:
     """The keeper's life: start the lab that the arguments describe, say so, hold it until SIGTERM."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # held back until the lab is whole
-    hosts, rate, delay, shm, disk, shared = sys.argv[1:]
-    folder = Path(shared) if shared else None
+    hosts, rate, delay, shm, disk, shared, coalesce = sys.argv[1:]
+    folder, links = Path(shared) if shared else None, {"rate": rate or None, "delay": float(delay)}
     try:
-        with netlab(int(hosts), rate=rate or None, delay=float(delay), shm=shm, disk=disk, shared=folder, kept=True):
+        with netlab(int(hosts), **links, shm=shm, disk=disk, shared=folder, kept=True, coalesce=bool(coalesce)):
             print("up", flush=True)
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (what follows has no reader)
                 os.dup2(nowhere.fileno(), 1)
