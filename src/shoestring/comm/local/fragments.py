@@ -118,7 +118,8 @@ class Fragment:
 class FlatPool:
     """Flat tensors of the largest fragment's size for merges that travel beside training, used again and again.
 
-    On a CPU the pages of a fresh tensor cost as much as writing to it twice.
+    On a CPU a large tensor may be given back to the system, and the pages of the next one cost several times what
+    writing to them does.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
