@@ -57,7 +57,7 @@ def equal(results: list[dict]) -> bool:
 # One of each kind: dense, low rank, quantised, sparse, chosen layers. All of them meet an infinite gradient below.
 @pytest.mark.parametrize("feature", quick(EXCHANGES, 7), ids=label)
 def test_replicas_are_equal_at_every_step(pool, feature):
-    results = pool.call(exchanges.train, features=[encode(feature)], steps=40)
+    results = pool.call(exchanges.train, features=[encode(feature)], steps=24)
     assert equal(results)
     losses = results[0]["losses"]
     assert sum(losses[-10:]) < sum(losses[:10])
@@ -77,8 +77,8 @@ def test_replicas_are_equal_at_every_step(pool, feature):
 )
 def test_late_ranks_and_many_buckets_change_nothing(pool, feature):
     """Torch's PowerSGD hook aborts here: it issues from completion threads, whose order differs between ranks."""
-    prompt = pool.call(exchanges.train, features=[encode(feature)], steps=15)
-    late = pool.call(exchanges.train, features=[encode(feature)], steps=15, delays=True)
+    prompt = pool.call(exchanges.train, features=[encode(feature)], steps=8)
+    late = pool.call(exchanges.train, features=[encode(feature)], steps=8, delays=True)
     assert late[0]["digests"] == prompt[0]["digests"]
     assert equal(late)
 
@@ -97,8 +97,8 @@ def test_dense_is_ddp(pool):
 ])  # fmt: skip
 def test_hosts_exchange_rows_that_their_ranks_have_summed(pool, feature, wrap):
     """Two hosts of two: the codec sees two ranks, and a host sends each row once."""
-    torus = pool.call(exchanges.train, features=[encode(feature)], steps=20, local=2, wrap=wrap)
-    flat = pool.call(exchanges.train, features=[encode(feature)], steps=20, local=4, wrap=wrap)
+    torus = pool.call(exchanges.train, features=[encode(feature)], steps=10, local=2, wrap=wrap)
+    flat = pool.call(exchanges.train, features=[encode(feature)], steps=10, local=4, wrap=wrap)
     assert equal(torus)
     if isinstance(feature, comm.Dense):
         assert torus[0]["losses"] == pytest.approx(flat[0]["losses"], rel=1e-5)
@@ -108,7 +108,7 @@ def test_hosts_exchange_rows_that_their_ranks_have_summed(pool, feature, wrap):
 @pytest.mark.parametrize("feature", quick(EXCHANGES[1:7:2], 1), ids=label)
 def test_shards_of_fsdp_travel_between_hosts(pool, feature):
     results = pool.call(
-        exchanges.train, features=[encode(parallel.FSDP(hosts="leave")), encode(feature)], steps=30, local=2, wrap=False
+        exchanges.train, features=[encode(parallel.FSDP(hosts="leave")), encode(feature)], steps=20, local=2, wrap=False
     )
     losses = [result["losses"] for result in results]
     assert results[0]["digests"] == results[2]["digests"]  # the same shards of the two hosts
@@ -123,7 +123,7 @@ def test_shards_of_fsdp_travel_between_hosts(pool, feature):
     pytest.param(25, True, marks=slow),
 ])  # fmt: skip
 def test_a_foreign_script_needs_one_line(pool, no_sync, bucket_mb):
-    arguments = {"steps": 20, "bucket_mb": bucket_mb, "no_sync": no_sync}
+    arguments = {"steps": 12, "bucket_mb": bucket_mb, "no_sync": no_sync}
     results = pool.call(exchanges.foreign, feature=encode(comm.PowerSGD(rank=4)), **arguments)
     assert equal(results)
     assert results[0]["numbers"]["wire_mb"] > 0
