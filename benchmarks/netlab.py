@@ -102,7 +102,7 @@ def rate_error(rate: str, coalesce: bool, _: Deadline) -> Measured | NotRun:
 
 def busy_seconds() -> float:
     """How long this machine's processors have worked since it was started."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:])
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 

@@ -329,7 +329,8 @@ def decode(
 ) -> None:
     """g = what the codes stand for, and e = the errors of this rank's own row, where all went well.
 
-    Otherwise g = NaN, and e what it was before `encode`, up to rounding: e + what was sent - g.
+    Otherwise g = NaN, and e what it was before `encode`, up to rounding: e + what was sent - g. Where that may be rounding
+    alone, as beside gradients that have overflowed, e is 0.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
@@ -360,6 +361,9 @@ def decode(
             theirs = tl.load(sent + b[:, None] * width + byte, mask=stored & undone[:, None], other=0)
             its = inside & undone[:, None, None]
             e = read(residuals, tensor, begin, at, its, False, tl.float32, False)
-            before = e + unpack(theirs, BITS, OFFSET, SHIFT, PER) * scale[:, None, None] - g
+            x = unpack(theirs, BITS, OFFSET, SHIFT, PER) * scale[:, None, None]
+            before = e + x - g
+            rounding = (tl.abs(g) + tl.abs(x)) * 0.00000095367431640625  # 2^-20
+            before = tl.where(tl.abs(before) > rounding, before, 0.0)
             write(residuals, tensor, begin, at, its, False, before, tl.float32, False)
         write(table, tensor, begin, at, inside, False, g * 0.0 + float("nan"), TYPE, False)
