@@ -329,8 +329,8 @@ def decode(
 ) -> None:
     """g = what the codes stand for, and e = the errors of this rank's own row, where all went well.
 
-    Otherwise g = NaN, and e what it was before `encode`, up to rounding: e + what was sent - g. Where that may be rounding
-    alone, as beside gradients that have overflowed, e is 0.
+    Otherwise g = NaN, and e what it was before `encode`, up to rounding: e + what was sent - g. Where that may be
+    rounding alone, as beside gradients that have overflowed, e is 0.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
