@@ -294,12 +294,12 @@ class Contest:
 
     def peers(self, rate: str, families: Sequence[Family] = PEERS) -> list[Figure]:
         """All peers that are installed, the best first."""
-        return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in _there(families))])
+        return _sorted([*self.dense_figures(rate), *(self.best(family, rate) for family in there(families))])
 
     def prepare(self) -> None:
         """Make the curves that the figures need, seed by seed. Of all that takes hours, they alone may be made beside
         other work."""
-        families = _there((*OURS, *PEERS))
+        families = there((*OURS, *PEERS))
         chosen = [self.chosen(family, rate) for rate in RATES for family in families]
         for seed in self.sizes.seeds:
             for method in (self.dense_muon, *chosen):
@@ -354,7 +354,7 @@ class Contest:
         return self._curve(method, seed, length, cool=self.sizes.cool)[-1][1]
 
 
-def _there(families: Iterable[Family]) -> list[Family]:
+def there(families: Iterable[Family]) -> list[Family]:
     """Those that are installed."""
     return [family for family in families if family.bases[0].kind != "epfml" or has_epfml()]
 

@@ -11,46 +11,55 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comm.contest import RATES, Contest
+from benchmarks.comm.contest import RATES, Contest, there
 from benchmarks.comm.curves import smoothed
+from benchmarks.comm.families import PEERS
 from benchmarks.comm.figure import Figure
 from benchmarks.comm.methods import Method
 from benchmarks.machine import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
-KINDS = ("ddp", "bf16", "torch", "epfml", "ours")
-# Told apart without colour as well; the colours are Okabe and Ito's, for all kinds of sight.
-STYLES = (
+STEPS_OF = "10mbit"
+"""The rate whose choice of peers is drawn over steps."""
+# As in `benchmarks.styles`; ours are drawn thick.
+PEERS_STYLES = (
     ("#000000", "-", "o"),
-    ("#E69F00", "--", "s"),
-    ("#009E73", "-.", "^"),
-    ("#CC79A7", ":", "D"),
-    ("#56B4E9", "--", "v"),
-    ("#0072B2", "-", "P"),
-    ("#D55E00", "-", "X"),
+    ("#E69F00", "--", "^"),
+    ("#CC79A7", "--", "D"),
+    ("#56B4E9", ":", "v"),
+    ("#F0E442", ":", "P"),
+    ("#999999", "-", "s"),
 )
+OUR_STYLES = (("#0072B2", "-", "X"), ("#D55E00", "-", "*"), ("#009E73", "-", "h"))
 
 
 def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:
     """Draw all pictures; runs that the bars have not made yet are made."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {rate: contenders(contest, rate) for rate in RATES}
-    methods = {figure.method.name: figure.method for of_rate in figures.values() for figure in of_rate}
-    lines = [(name, *points(contest, method, float)) for name, method in methods.items() if method.kind != "bf16"]
-    drawn = [picture(lines, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
-    for rate, of_rate in figures.items():
+    peers, ours = {rate: best_peers(contest, rate) for rate in RATES}, {rate: contest.ours(rate) for rate in RATES}
+    theirs = [figure.method for figure in peers[STEPS_OF] if figure.method.kind != "bf16"]
+    best = list({figures[0].method.name: figures[0].method for figures in ours.values()}.values())
+    lines = [[(each.name, *points(contest, each, float)) for each in side] for side in (theirs, best)]
+    drawn = [picture(*lines, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
+    for rate in RATES:
         short = rate.removesuffix("mbit")
-        lines = [(each.method.name, *points(contest, each.method, each.pace.elapsed)) for each in of_rate]
-        lines = [(name, seconds / 60, losses) for name, seconds, losses in lines]
+        lines = [[minutes(contest, figure) for figure in side[rate]] for side in (peers, ours)]
         title = f"Held-out loss over time, four hosts at {short} Mbit/s"
-        drawn.append(picture(lines, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
+        drawn.append(picture(*lines, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
     return drawn
 
 
-def contenders(contest: Contest, rate: str) -> list[Figure]:
-    """All peers and ours, as chosen at a rate; DDP and its bf16 hook first, so that they keep their colours."""
-    peers = sorted(contest.peers(rate), key=lambda figure: KINDS.index(figure.method.kind))
-    return [*peers, *contest.ours(rate)]
+def best_peers(contest: Contest, rate: str) -> list[Figure]:
+    """DDP, the best of each family of peers that is installed, and DDP's bf16 hook; DDP with the better buckets."""
+    dense = contest.dense_figures(rate)
+    ddp, bf16 = (max((f for f in dense if f.method.kind == kind), key=lambda f: f.value) for kind in ("ddp", "bf16"))
+    return [ddp, *(contest.best(family, rate) for family in there(PEERS)), bf16]
+
+
+def minutes(contest: Contest, figure: Figure) -> tuple[str, Any, Any]:
+    """A line over time at its rate."""
+    seconds, losses = points(contest, figure.method, figure.pace.elapsed)
+    return figure.method.name, seconds / 60, losses
 
 
 def points(contest: Contest, method: Method, place: Callable[[float], float]) -> tuple[Any, Any]:
@@ -62,18 +71,28 @@ def points(contest: Contest, method: Method, place: Callable[[float], float]) ->
     ) / len(curves)
 
 
-def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: Path, *, log: bool = False) -> Path:
+def picture(
+    peers: Sequence[tuple[str, Any, Any]],
+    ours: Sequence[tuple[str, Any, Any]],
+    axis: str,
+    title: str,
+    path: Path,
+    *,
+    log: bool = False,
+) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for index, (name, x, y) in enumerate(lines):
-        colour, style, marker = STYLES[index % len(STYLES)]
-        keep = x > 0
-        axes.plot(x[keep], y[keep], color=colour, linestyle=style, marker=marker, markersize=4, markevery=3, label=name)
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    for lines, styles, width in ((peers, PEERS_STYLES, 1.2), (ours, OUR_STYLES, 2.5)):
+        for (name, x, y), (colour, style, marker) in zip(lines, styles, strict=False):
+            axes.plot(
+                x[x > 0], y[x > 0], color=colour, linestyle=style, linewidth=width, marker=marker, markersize=width + 4,
+                markevery=4, label=name,
+            )  # fmt: skip
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -81,7 +100,7 @@ def picture(lines: Sequence[tuple[str, Any, Any]], axis: str, title: str, path: 
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel=axis, ylabel="held-out loss, nats a token", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    figure.legend(fontsize=9, loc="outside right upper")
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
     return path

@@ -347,7 +347,7 @@ def draw(comparison: Comparison, path: Path = PICTURE) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from benchmarks.comm.pictures import STYLES
+    from benchmarks.styles import STYLES
 
     names = (*PUBLISHED, "SkipDecode", "layer drop", OURS, ORACLE_NAME)
     figure, panels = pyplot.subplots(1, len(WINDOWS), figsize=(13, 4.5), layout="constrained")
