@@ -39,13 +39,13 @@ def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:
     peers, ours = {rate: best_peers(contest, rate) for rate in RATES}, {rate: contest.ours(rate) for rate in RATES}
     theirs = [figure.method for figure in peers[STEPS_OF] if figure.method.kind != "bf16"]
     best = list({figures[0].method.name: figures[0].method for figures in ours.values()}.values())
-    lines = [[(each.name, *points(contest, each, float)) for each in side] for side in (theirs, best)]
-    drawn = [picture(*lines, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
+    others, own = ([(each.name, *points(contest, each, float)) for each in side] for side in (theirs, best))
+    drawn = [picture(others, own, "steps", "Held-out loss over steps", folder / "comm-loss-steps.png")]
     for rate in RATES:
         short = rate.removesuffix("mbit")
-        lines = [[minutes(contest, figure) for figure in side[rate]] for side in (peers, ours)]
+        others, own = ([minutes(contest, figure) for figure in side[rate]] for side in (peers, ours))
         title = f"Held-out loss over time, four hosts at {short} Mbit/s"
-        drawn.append(picture(*lines, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
+        drawn.append(picture(others, own, "minutes", title, folder / f"comm-loss-time-{short}.png", log=True))
     return drawn
 
 
