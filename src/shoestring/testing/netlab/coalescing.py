@@ -31,15 +31,16 @@ def begin(folder: Path) -> None:
     with _alone():
         before = lab_folders.ROOT / _BEFORE
         try:
-            found = SETTING.read_text()
+            if not before.exists():  # first, as this process may be killed at any line
+                before.write_text(SETTING.read_text())
             SETTING.write_text("1")
         except OSError as error:
+            if not needed():
+                before.unlink(missing_ok=True)
             raise WorldError(
                 f"netlab: this machine cannot coalesce frames: {error}",
                 hint="it needs the kernel's htb, and leave to write this file",
             ) from error
-        if not before.exists():
-            before.write_text(found)
         (folder / _MARK).touch()
 
 
