@@ -17,20 +17,12 @@ from benchmarks.comm.families import PEERS
 from benchmarks.comm.figure import Figure
 from benchmarks.comm.methods import Method
 from benchmarks.machine import ROOT
+from benchmarks.styles import STYLES
 
 PICTURES = ROOT / "docs" / "pictures"
 STEPS_OF = "10mbit"
 """The rate whose choice of peers is drawn over steps."""
-# As in `benchmarks.styles`; ours are drawn thick.
-PEERS_STYLES = (
-    ("#000000", "-", "o"),
-    ("#E69F00", "--", "^"),
-    ("#CC79A7", "--", "D"),
-    ("#56B4E9", ":", "v"),
-    ("#F0E442", ":", "P"),
-    ("#999999", "-", "s"),
-)
-OUR_STYLES = (("#0072B2", "-", "X"), ("#D55E00", "-", "*"), ("#009E73", "-", "h"))
+PEERS_STYLES, OUR_STYLES = (*STYLES[:5], STYLES[8]), STYLES[5:8]  # ours are drawn thick
 
 
 def draw(contest: Contest, folder: Path = PICTURES) -> list[Path]:

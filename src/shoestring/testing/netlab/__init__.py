@@ -17,7 +17,7 @@ machine's. The hosts reach each other and nothing else: the bridge between them 
 so the machine's network is never touched.
 
 Ranks that share a core lose time to the emulation of a fast link, which no cable would take from them.
-`netlab(rate="100mbit", coalesce=True)` makes it several times cheaper, by a setting of the machine that is given back.
+`netlab(rate="100mbit", coalesce=True)` takes less than half of that, by a setting of the machine that is given back.
 
 Needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
 """

@@ -244,9 +244,9 @@ def netlab(
         shared: a folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: an empty folder for the output of jobs; None: one that goes with the lab.
         kept: this is the lab of `shoestring lab up`, which `run` and `down` look for.
-        coalesce: let frames pass by the millisecond above 12 Mbit/s, which costs the processors far less than one by
-            one. For measurements of what a network costs where hosts share cores; changes a setting of the machine
-            while the lab is there (see `coalescing`).
+        coalesce: let frames pass by the millisecond above 12 Mbit/s, which takes less than half of the processor time.
+            For measurements of what a network costs where hosts share cores; changes a setting of the machine while the
+            lab is there (see `coalescing`).
 
     Raises:
         WorldError: the machine lacks root, namespaces or a tool; the message says which.
