@@ -353,7 +353,7 @@ def draw(comparison: Comparison, path: Path = PICTURE) -> Path:
     figure, panels = pyplot.subplots(1, len(WINDOWS), figsize=(13, 4.5), layout="constrained")
     for axes, context in zip(panels, WINDOWS, strict=True):
         cases = [comparison.cases[context, layers] for layers in SKIPPED]
-        for name, (colour, style, marker) in zip(names, STYLES, strict=True):
+        for name, (colour, style, marker) in zip(names, STYLES[: len(names)], strict=True):
             found = [case["rules"][name] for case in cases if name in case["rules"]]
             x = [0.0, *(100 * each["saved"] for each in found)]
             y = [math.exp(cases[0]["full"]), *(math.exp(each["nats"]) for each in found)]
