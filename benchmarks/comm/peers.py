@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoestring import comm
-from shoestring._torch import GradBucket
+from shoestring._torch import GradBucket, foreach_copy_
 from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads
-from shoestring.comm.codecs.powersgd import PowerSGDCodec, average_tensors
+from shoestring.comm.codecs.powersgd import PowerSGDCodec, average_tensors, orthogonalise
 
 
 def bf16_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -98,6 +98,47 @@ class TorchArithmetic(PowerSGDCodec):
         basis = self._matrix(name, grad).Qt
         assert basis is not None
         return basis.t().contiguous()
+
+
+class TorchInBatches(PowerSGDCodec):
+    """The same arithmetic for matrices of one shape at a time, as torch's hook has it with
+    `batch_tensors_with_same_shape`; for ranks in lockstep on a GPU, where launching kernels takes longest.
+
+    Bases are orthonormalised as ours are, which changes neither the spaces that they span nor the averages.
+    State, by shape: "residual" (matrices, n, m), and "Q" (matrices, m, r).
+    """
+
+    def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        shapes: dict[str, list[torch.Tensor]] = {}
+        whole = []
+        for grad in grads.values():
+            if context.step >= self.start and self._pays(grad):
+                low = grad.view(len(grad), -1)
+                shapes.setdefault(f"{low.shape[0]}x{low.shape[1]}", []).append(low)
+            else:
+                whole.append(grad)
+        if not shapes:
+            yield from average_tensors([], whole)
+            return
+        M = {shape: torch.stack(alike) for shape, alike in shapes.items()}
+        residual, basis = self.state.setdefault("residual", {}), self.state.setdefault("Q", {})
+        for shape, each in M.items():
+            if shape in residual:
+                each += residual[shape]
+            if shape not in basis:
+                drawn = torch.randn(len(each), each.shape[2], self.rank, generator=torch.Generator().manual_seed(0))
+                basis[shape] = drawn.to(each.device)
+        orthogonalise([Q for shape in M for Q in basis[shape]])
+        P = {shape: each @ basis[shape] for shape, each in M.items()}
+        yield from average_tensors(list(P.values()), whole)
+        orthogonalise([each for same in P.values() for each in same])
+        for shape, each in M.items():
+            basis[shape] = each.mT @ P[shape]
+        yield from average_tensors([basis[shape] for shape in M], [])
+        for shape, each in M.items():
+            average = P[shape] @ basis[shape].mT
+            residual[shape] = each.sub_(average)
+            foreach_copy_(shapes[shape], list(average))
 
 
 @dataclass(frozen=True, kw_only=True)
