@@ -1,6 +1,6 @@
 """The contest at size: replicas in lockstep on one device, in parts that end in time and continue where they were.
 
-python -m benchmarks.comm.at_size [--folder FOLDER] [--work WORK] [--minutes 9] [--large] [--trial] [--check]
+python -m benchmarks.comm.at_size [--folder FOLDER] [--work WORK] [--minutes 9] [--passes HOW] [--check] …
 
 Each run is a method at a rate of learning and a seed. FOLDER gets its curve once it is whole, a small file. WORK has
 the tokens, and the state of a run that the end of the time has cut off, which the next call continues. Bytes are
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from benchmarks.comm.curves import WINDOW, final, steps_to
 from benchmarks.comm.methods import BF16, DDP, TORCH, Method, local, muon
-from benchmarks.comm.replicas import Replicas, SeedData
+from benchmarks.comm.replicas import Passes, Replicas, SeedData
 from benchmarks.comm.setting import RANKS, Setting
 from benchmarks.harness import Deadline, OutOfBudget
 from benchmarks.machine import ROOT, git_commit
@@ -137,6 +137,7 @@ class AtSizeContest:
     device: torch.device
     deadline: Deadline
     commit: str = ""
+    passes: Passes = "together"
     data: dict[int, SeedData] = field(default_factory=dict)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -162,7 +163,7 @@ class AtSizeContest:
 
     def _made(self, method: Method, seed: int, steps: int, until: float, part: Path) -> dict[str, Any]:
         began, curve = time.monotonic(), list[tuple[int, float]]()
-        replicas = self.replicas(method, seed)
+        replicas = self.replicas(method, seed, self.passes)
         if part.exists():
             state = unpack(part.read_bytes())
             replicas.load_state_dict(state["replicas"])
@@ -186,10 +187,10 @@ class AtSizeContest:
         facts = {"method": method.name, "lr": method.lr, "device": device_name(self.device), "text": self.text}
         return {**facts, "graphs": bool(replicas.graphs), "held_out": curve, **replicas.per_step()}
 
-    def replicas(self, method: Method, seed: int, *, graphs: bool = True) -> Replicas:
+    def replicas(self, method: Method, seed: int, passes: Passes) -> Replicas:
         if seed not in self.data:
             self.data[seed] = SeedData(self.size.setting, self.tokens, seed, self.device)
-        return Replicas(method, self.data[seed], timed=self.size.timed, graphs=graphs)
+        return Replicas(method, self.data[seed], timed=self.size.timed, passes=passes)
 
     @cached_property
     def tokens(self) -> Path:
@@ -305,14 +306,12 @@ def measure(link: str, deadline: Deadline) -> Measured:
     return contest(AtSize(), deadline).ahead(link)
 
 
-def contest(
-    size: AtSize, deadline: Deadline, folder: Path = FOLDER, work: Path = WORK, commit: str = ""
-) -> AtSizeContest:
+def contest(size: AtSize, deadline: Deadline, folder: Path = FOLDER, work: Path = WORK) -> AtSizeContest:
     """The contest on this machine's GPU, or else on its processor."""
     for each in (folder, work):
         each.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return AtSizeContest(size, folder, work, device, deadline, commit)
+    return AtSizeContest(size, folder, work, device, deadline)
 
 
 def rows() -> list[Bar]:
@@ -340,14 +339,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
     parser.add_argument("--large", action="store_true", help="119 M parameters in the place of 30 M")
     parser.add_argument("--trial", action="store_true")
-    parser.add_argument("--check", action="store_true", help="only compare CUDA graphs with eager passes")
+    parser.add_argument("--passes", choices=get_args(Passes), default="together", help="how passes run on CUDA")
+    parser.add_argument(
+        "--check", action="store_true", help="compare ways to run passes; the last line is for --passes"
+    )
     flags = parser.parse_args(argv)
     size = TRIAL if flags.trial else LARGE if flags.large else AtSize()
-    found = contest(size, Deadline(60 * flags.minutes), flags.folder, flags.work, flags.commit)
+    found = contest(size, Deadline(60 * flags.minutes), flags.folder, flags.work)
+    found.commit, found.passes = flags.commit, flags.passes
     if flags.check:
         from benchmarks.comm.at_size_check import check
 
-        return 0 if check(found) else 1
+        print(check(found))
+        return 0
     try:
         for link in LINKS:
             print(link, found.ahead(link))

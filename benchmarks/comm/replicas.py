@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.models.gpt import GPT
 
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # known to be captured
+Passes = Literal["together", "in-turn", "eager"]
+"""CUDA graphs of all ranks side by side, those one after the other, or no graphs."""
 CHUNK = 100  # steps whose batches go to the device at once
 
 
@@ -108,10 +110,10 @@ class Replicas:
 
     Args:
         timed: about so many steps from one that is timed to the next. In those, ranks compute one after the other.
-        graphs: whether passes are CUDA graphs; without CUDA they never are.
+        passes: how ranks' passes run in steps that are not timed; see `Passes`. Without CUDA they are eager.
     """
 
-    def __init__(self, method: Method, data: SeedData, *, timed: int = 10, graphs: bool = True) -> None:
+    def __init__(self, method: Method, data: SeedData, *, timed: int = 10, passes: Passes = "together") -> None:
         self.method, self.data, self.steps, self.device = method, data, 0, data.device
         self.settings = settings_of(method)
         self.every = self.settings.every if method.local else 1
@@ -136,7 +138,8 @@ class Replicas:
         self.batch = data.batches(0).clone()  # of each rank, where its passes read it
         self.grads = [self._room(rank) for rank in range(RANKS)]  # where they write
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        if graphs and self.device.type == "cuda":
+        self.together = passes == "together"
+        if passes != "eager" and self.device.type == "cuda":
             try:
                 self.graphs = self._capture()
             except RuntimeError as error:
@@ -210,7 +213,7 @@ class Replicas:
         timed = (self.steps + 1) % self.stride == 0
         self.batch.copy_(self.data.batches(self.steps))
         with self.clock.time("passes", timed):
-            self.passes(together=not timed)
+            self.passes(together=self.together and not timed)
         if not self.method.local:
             with self.clock.time("exchange", timed):
                 self._count(run_lockstep(self.codecs, self.grads, self.steps))

@@ -216,7 +216,7 @@ def test_the_whole_contest(tmp_path):
 
 def test_check_finds_passes_that_differ(tmp_path, monkeypatch, capsys):
     size = replace(SIZE, peers=(DDP,), own=())
-    assert check(contest(tmp_path, size=size), steps=1)
+    assert check(contest(tmp_path, size=size), steps=1) in ("together", "in-turn", "eager")
     right, made = Replicas.forward_backward, []
 
     def wrong(self: Replicas, rank: int) -> None:
@@ -226,5 +226,5 @@ def test_check_finds_passes_that_differ(tmp_path, monkeypatch, capsys):
             next(iter(self.grads[1].values())).mul_(1.1)
 
     monkeypatch.setattr(Replicas, "forward_backward", wrong)
-    assert not check(contest(tmp_path, size=size), steps=1)
+    assert check(contest(tmp_path, size=size), steps=1) == "eager"
     assert "DDP fp32: gradients differ" in capsys.readouterr().out
