@@ -141,7 +141,8 @@ class Replicas:
         self.together = passes == "together"
         if passes != "eager" and self.device.type == "cuda":
             try:
-                self.graphs = self._capture()
+                with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails stays on its own
+                    self.graphs = self._capture()
             except RuntimeError as error:
                 print(f"no CUDA graphs, so steps take longer: {str(error).splitlines()[0]}", file=sys.stderr)
 
