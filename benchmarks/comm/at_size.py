@@ -73,7 +73,7 @@ class AtSize:
         default_factory=lambda: TorchText(dim=512, layers=9, heads=8, hidden=1408, sequence=256, batch=32)
     )
     """30 M parameters."""
-    steps: int = 800
+    steps: int = 1000
     """Of DDP, whose loss then is the target."""
     most: int = 2
     """Times as many steps that a method is given."""
