@@ -1,4 +1,4 @@
-"""The bar that needs a GPU: what a checkpoint of a large model's training state stops training for."""
+"""Bars that need a GPU: what checkpoints of a large model's training state cost training."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from statistics import fmean
+from functools import cache, partial
+from itertools import product
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, Deadline, Measured
+from shoestring.checkpoint.format.checksum import crc32
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 XL = {"dim": 1600, "layers": 48, "heads": 25, "kv_heads": 25, "hidden": 4280}  # 1.558 B parameters, as GPT2-XL
 MICRO_BATCHES, SEQUENCES, TOKENS = 4, 4, 1024  # of a step: half a second of an H100, a thirtieth of GPT-2's batch
-EVERY, SAVES = 2, 12
+EVERY = (0, 4, 2)  # steps between two checkpoints, in turn
+WARM, STEPS, ROUNDS = 2, 8, 3
 SLOTS = 3
 
 
@@ -81,48 +84,99 @@ def training(model: nn.Module, features: Sequence[Feature]) -> Iterator[Training
         yield found
 
 
-def stall(deadline: Deadline) -> Measured:
-    """Every second step of a GPT of GPT2-XL's size is saved, checksums on.
+@dataclass
+class Block:
+    """Steps in turn with others: the mean of a step, and of the time in which the GPU had nothing to do, in seconds."""
 
-    What counts is time in which the GPU has nothing to do, by its own clock: before a step, for the host is busy with
-    a checkpoint, and before the optimizer, for copies are not through. The same without checkpoints is subtracted.
+    seconds: float
+    idle: float
+
+
+@dataclass
+class Turns:
+    """Blocks of steps without checkpoints (0) and with one every so many steps, round after round in one run."""
+
+    blocks: dict[int, list[Block]]
+    nbytes: float
+    """Of a checkpoint."""
+    told: float
+    """Seconds of the host for a checkpoint every second step."""
+
+    def seconds(self, every: int) -> float:
+        return median(block.seconds for block in self.blocks[every])
+
+    def idle(self, every: int) -> float:
+        return median(block.idle for block in self.blocks[every])
+
+    @property
+    def note(self) -> str:
+        rounds = "; ".join(
+            " ".join(f"{1e3 * block.seconds:.1f}" for block in blocks) + f" ms a step with one every {every} steps"
+            if every
+            else " ".join(f"{1e3 * block.seconds:.1f}" for block in blocks) + " ms a step without"
+            for every, blocks in self.blocks.items()
+        )
+        return f"{self.nbytes / 1e9:.1f} GB; {rounds}; checksums by {crc32.__module__.partition('.')[0]}"
+
+
+@cache
+def turns(rounds: int = ROUNDS) -> Turns:
+    """A GPT of GPT2-XL's size in training, checksums on.
+
+    What counts as idle is time in which the GPU has nothing to do, by its own clock: before a step, for the host is
+    busy with a checkpoint, and before the optimizer, for copies are not through.
     """
     import torch
 
     from shoestring.checkpoint import Tiered
-    from shoestring.checkpoint.format.checksum import crc32
+    from shoestring.checkpoint.tiers.save_schedule import MEMORY
     from shoestring.models.gpt import gpt1b
 
     with torch.device("cuda"):
         model = gpt1b(context=TOKENS, **XL)
-    with training(model, []) as plain:
-        plain.steps(6)
-        seconds, idle = plain.steps(EVERY * SAVES)
-    del plain  # and with it its optimizer's state
+    found = Turns({every: [] for every in EVERY}, 0.0, 0.0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        settings = Tiered(folder=f"{place}/saves", memory=place, memory_every=2, disk_every=0, slots=SLOTS)
+        with training(model, [settings]) as run:
+            while run.copied < (SLOTS + 1) * found.nbytes or not found.nbytes:  # until every slot was filled once
+                run.job.step(*run.batches)
+                found.nbytes = found.nbytes or run.copied
+            every_of = run.job.kept["checkpoint"].state.steps
+            for _, every in product(range(rounds), EVERY):
+                every_of[MEMORY] = every
+                run.steps(WARM)
+                before, told = run.copied, run.job.trace.facts["checkpoint_stall"]
+                found.blocks[every].append(Block(*run.steps(STEPS)))
+                due, made = STEPS // every if every else 0, (run.copied - before) / found.nbytes
+                if made < due:
+                    raise RuntimeError(f"only {made:.0f} of {due} checkpoints, one every {every} steps")
+                if every == 2:
+                    found.told = (run.job.trace.facts["checkpoint_stall"] - told) / due
+    del model, run
     gc.collect()
     torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        settings = Tiered(folder=f"{place}/saves", memory=place, memory_every=EVERY, disk_every=0, slots=SLOTS)
-        with training(model, [settings]) as saved:
-            first = 0.0
-            while saved.copied < (SLOTS + 1) * first or not first:  # until every slot was filled once
-                deadline.check()
-                saved.job.step(*saved.batches)
-                first = first or saved.copied
-            before, told = saved.copied, saved.job.trace.facts["checkpoint_stall"]
-            beside, stopped = saved.steps(EVERY * SAVES)
-            told = saved.job.trace.facts["checkpoint_stall"] - told
-            saves = (saved.copied - before) / first
-    if saves < SAVES:
-        raise RuntimeError(f"only {saves:.0f} of {SAVES} checkpoints in {EVERY * SAVES} steps of {1e3 * beside:.0f} ms")
-    note = (
-        f"{first / 1e9:.1f} GB every {EVERY} steps of {1e3 * seconds:.0f} ms, {1e3 * beside:.0f} beside checkpoints; "
-        f"{1e3 * told / saves:.1f} ms of the host, which runs ahead; checksums by {crc32.__module__.partition('.')[0]}"
-    )
-    return Measured(1e3 * EVERY * (stopped - idle), note)
+    return found
+
+
+def stall(_: Deadline) -> Measured:
+    """Idle time of the GPU for a checkpoint every second step, more than without."""
+    found = turns()
+    note = f"{1e3 * found.told:.1f} ms of the host, which runs ahead; {found.note}"
+    return Measured(1e3 * 2 * (found.idle(2) - found.idle(0)), note)
+
+
+def slowdown(every: int, _: Deadline) -> Measured:
+    """Mean time of a step beside checkpoints over that without."""
+    found = turns()
+    return Measured(found.seconds(every) / found.seconds(0), found.note)
 
 
 def rows() -> list[Bar]:
-    """The bar."""
+    """The bars."""
     what = "milliseconds for which a checkpoint of GPT2-XL's training state, every second step, stops training"
-    return [Bar("checkpoint.gpu-stall", what, "<=", 10.0, stall, gpu=True)]
+    slower = "mean time of a step with a checkpoint of GPT2-XL's training state {} over that without"
+    return [
+        Bar("checkpoint.gpu-stall", what, "<=", 10.0, stall, gpu=True),
+        Bar("checkpoint.gpu-every-2", slower.format("every second step"), "<=", 1.025, partial(slowdown, 2), gpu=True),
+        Bar("checkpoint.gpu-every-4", slower.format("every fourth step"), "<=", 1.013, partial(slowdown, 4), gpu=True),
+    ]

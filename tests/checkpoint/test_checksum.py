@@ -3,6 +3,8 @@
 import sys
 import zlib
 from importlib import reload
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoestring.checkpoint.format import checksum
 from shoestring.checkpoint.format.checksum import CHUNK, sums, threads_beside
+from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess
 
 
 @pytest.fixture(params=["isal", "zlib"])
@@ -44,3 +47,69 @@ def test_each_chunk_has_its_own_in_order_however_many_compute_them(computing, th
 def test_threads_beside_training_are_a_quarter_of_a_ranks_share(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
     assert [threads_beside(ranks) for ranks in (1, 2, 8, 16)] == [4, 2, 1, 1]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file that is longer than what is in it, as a slot's is, and what it holds."""
+    data = torch.randint(0, 256, (2 * CHUNK + 77,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "own-0-0.private"
+    path.write_bytes(data.numpy().tobytes() + bytes(1000))
+    status = path.stat()
+    return data, (path, status.st_dev, status.st_ino)
+
+
+@pytest.fixture
+def process():
+    found = ChecksumProcess(2)
+    yield found
+    found.close()
+
+
+def test_another_process_computes_what_lies_in_a_file(process, file, monkeypatch):
+    data, identity = file
+    expected = sums(data)
+    monkeypatch.setattr(checksum, "sums", lambda *_: pytest.fail("computed here"))
+    assert [process.sums(data, identity) for _ in range(2)] == [expected, expected]
+    wrong = data.clone()
+    wrong[-1] += 1
+    identity[0].write_bytes(wrong.numpy().tobytes())  # what it reads is what is there
+    assert process.sums(data, identity)[:-1] == expected[:-1]
+    assert process.sums(data, identity)[-1] != expected[-1]
+
+
+def test_what_another_process_cannot_read_is_computed_here(process, file):
+    data, (path, device, inode) = file
+    expected, empty = sums(data), torch.empty(0, dtype=torch.uint8)
+    assert process.sums(data, (path, device, inode + 1)) == expected  # another file by now
+    assert process.sums(data, (path.with_name("gone"), device, inode)) == expected
+    assert process.sums(data, None) == expected
+    assert process.sums(empty, (path, device, inode)) == []
+    path.with_name("link").symlink_to(path)
+    assert process.sums(data, (path.with_name("link"), device, inode)) == expected
+    assert process.sums(data, (path, device, inode)) == expected
+
+
+@pytest.mark.parametrize("signal", [SIGKILL, SIGTERM])
+def test_a_process_that_is_gone_costs_no_checkpoint(process, file, signal):
+    data, identity = file
+    expected = process.sums(data, identity)
+    process._process.send_signal(signal)
+    process._process.wait(10)
+    assert process.sums(data, identity) == expected
+    assert process._process is None
+
+
+def test_the_process_imports_no_torch_and_ends_with_its_input(process, file):
+    process.sums(*file)
+    child = process._process
+    assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
+    process.close()
+    assert child.returncode == 0
+    process.close()
+
+
+def test_without_a_process_of_its_own_none_is_started(file):
+    process = ChecksumProcess(2, apart=False)
+    assert process.sums(*file) == sums(file[0])
+    assert process._process is None

@@ -1,16 +1,22 @@
 """CRC-32 of chunks of bytes.
 
 Where the extra `fast` is installed, Intel's ISA-L computes it, which takes a sixth of zlib's time. Both let go of the
-interpreter's lock while they do.
+interpreter's lock while they do. Run as a program (`ChecksumProcess`) this file computes the checksums of files; it
+imports no torch.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     from isal.isal_zlib import crc32
@@ -24,7 +30,10 @@ CHUNK = 4 << 20  # bytes that one checksum is of
 
 def sums(data: Tensor, threads: int = 1) -> list[int]:
     """The checksum of each chunk of bytes (uint8, 1-d), by so many threads."""
-    view = data.numpy().data
+    return _sums(data.numpy().data, threads)
+
+
+def _sums(view: memoryview, threads: int) -> list[int]:
     chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
     each = -(-len(chunks) // threads)
     if each == len(chunks):
@@ -45,3 +54,31 @@ def threads_beside(ranks: int) -> int:
     work for a GPU can bear.
     """
     return max(1, len(os.sched_getaffinity(0)) // (4 * ranks)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def answers(requests: Iterable[str]) -> Iterator[str]:
+    """A line for each request, a JSON list (path, device, inode, bytes, threads): the checksums of a file's first
+    bytes, or why there are none."""
+    for request in requests:
+        path, *identity, nbytes, threads = json.loads(request)
+        try:
+            yield json.dumps(_sums_of_file(path, identity, nbytes, threads))
+        except OSError as error:
+            yield json.dumps(str(error))
+
+
+def _sums_of_file(path: str, identity: Any, nbytes: int, threads: int) -> list[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if [status.st_dev, status.st_ino] != identity:
+            raise OSError(f"`{path}` is another file now")
+        with mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+            return _sums(view, threads)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    for answer in answers(sys.stdin):
+        print(answer, flush=True)

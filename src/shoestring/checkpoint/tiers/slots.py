@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,12 +100,14 @@ class Slot:
 
     stem: Path
     files: Files
-    threads: int = 1
-    """For its checksums."""
+    sums: Callable[[Tensor, tuple[Path, int, int] | None], list[int]] = lambda data, _: sums(data)
+    """Gives the checksums of bytes that are in a file (its path, device and inode), or in none."""
     checkpoint: CheckpointId | None = None
     """Of what is sealed in it."""
     lacking: str = ""
     """Why it does not outlive the process."""
+    order: object = None
+    """What a stager knows of what goes where, as long as the slot has its memory."""
     _no_room: str = ""
     _rooms: dict[str, Room] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -125,8 +127,12 @@ class Slot:
             self.files.unlink(self.seal_path)
         except OSError as error:
             self._no_room = f"cannot remove `{self.seal_path}`: {error.strerror}"
-            self._rooms.clear()
+            self._drop_rooms()
         self.lacking = self._no_room
+
+    def _drop_rooms(self) -> None:
+        self._rooms.clear()
+        self.order = None
 
     def resume(self, history: History) -> None:
         """Keep what is in the slot if this start continues it, and break its seal if not.
@@ -191,13 +197,15 @@ class Slot:
     def seal(self, checkpoint: CheckpointId, notes: Mapping[str, Any] | None = None) -> Record:
         """Say that everything is in it; checksums are of what it holds now."""
         parts = {
-            name: Entry(self._path(name.partition("-")[0]).name, len(data), tuple(sums(data, self.threads)))
+            name: Entry(self._path(key).name, len(data), tuple(self.sums(data, room and room.file)))
             for name, data in self._parts.items()
+            for key in [name.partition("-")[0]]
+            for room in [self._rooms.get(key)]
         }
         record = Record(checkpoint, parts, notes or {})
         if not self.lacking and not all(room.stands for room in self._rooms.values()):
             self.lacking = f"what was in `{self.stem.parent}` has been removed by another program"
-            self._rooms.clear()  # the next time there are new files
+            self._drop_rooms()  # the next time there are new files
         if not self.lacking:
             try:
                 self.files.replace(self.seal_path, record.dumps(), durable=False)
@@ -221,7 +229,7 @@ class Slot:
         with suppress(OSError):
             for path in self.stem.parent.glob(f"{self.stem.name}.*"):
                 path.unlink(missing_ok=True)
-        self._rooms.clear()
+        self._drop_rooms()
         self._no_room = self._no_room or reason
 
 

@@ -6,10 +6,11 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from shoestring._torch import foreach_copy_, own_name
 from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
 from shoestring.checkpoint.format.part import Draft, Form, aligned
 from shoestring.checkpoint.format.tree import encode, root, step
+from shoestring.checkpoint.tiers.gpu_copies import copy_from_gpu
 from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.job import Kept
@@ -44,11 +46,11 @@ class Copies:
     def nbytes(self) -> int:
         return sum(target.nbytes for target in self.targets)
 
-    def do(self, *, wait: bool = True) -> None:
-        """Copy; on a GPU, without waiting for it, only say so to the present stream."""
+    def do(self) -> None:
+        """Copy, and wait for it."""
         if self.targets:
             with torch.no_grad():
-                foreach_copy_(self.targets, self.sources, non_blocking=not wait)
+                foreach_copy_(self.targets, self.sources)
 
     def batches(self, nbytes: int) -> Iterator[Copies]:
         """In groups of about so many bytes."""
@@ -58,6 +60,38 @@ class Copies:
             if size >= nbytes or index == len(self.targets):
                 yield Copies(self.targets[first:index], self.sources[first:index])
                 first, size = index, 0
+
+
+class Order:
+    """Where in a slot everything goes, and when: the same for its next checkpoint as long as what is copied beside the
+    next pass lies where it lay.
+
+    Args:
+        places: where the sources go, a list for each part.
+        stable: the addresses of storages that may be copied beside the next pass.
+    """
+
+    def __init__(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], stable: Collection[int]) -> None:
+        self._places, targets = places, [target for each in places for target in each]
+        beside = [source.untyped_storage().data_ptr() in stable for source in sources]
+        self._now, self._later = (
+            [index for index, each in enumerate(beside) if each is when] for when in (False, True)
+        )
+        self._to_now, self._to_later = ([targets[index] for index in indices] for indices in (self._now, self._later))
+        self._addresses = [sources[index].data_ptr() for index in self._later]
+
+    def holds(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> bool:
+        """For sources of the same names and shapes, as those of the same places are."""
+        return (
+            len(places) == len(self._places)
+            and all(map(is_, places, self._places))
+            and [sources[index].data_ptr() for index in self._later] == self._addresses
+        )
+
+    def copies(self, sources: Sequence[Tensor]) -> tuple[Copies, Copies]:
+        """At once, and beside the next pass."""
+        now, later = ([sources[index] for index in indices] for indices in (self._now, self._later))
+        return Copies(self._to_now, now), Copies(self._to_later, later)
 
 
 class Content:
@@ -213,13 +247,11 @@ class Stager:
         """Begin to fill a slot: at once with what the next pass may change, and beside it with the rest."""
         self._began = time.perf_counter()
         slot.begin()
-        stable = self.stable() if self.overlap else set()
-        now, later = Copies(), Copies()
-        for name, draft in drafts.items():
-            for target, source in zip(slot.begin_part(name, draft), draft.sources, strict=True):
-                when = later if source.untyped_storage().data_ptr() in stable else now
-                when.targets.append(target)
-                when.sources.append(source)
+        places = [slot.begin_part(name, draft) for name, draft in drafts.items()]
+        sources = [source for draft in drafts.values() for source in draft.sources]
+        if not (isinstance(slot.order, Order) and slot.order.holds(places, sources)):
+            slot.order = Order(places, sources, self.stable() if self.overlap else ())
+        now, later = slot.order.copies(sources)
         self.nbytes = now.nbytes + later.nbytes
         now.do()
         self._hurry.clear()
@@ -295,10 +327,10 @@ class Stager:
             self._pin(room)
         stepped = torch.cuda.current_stream().record_event()
 
-        def issue() -> None:  # thousands of copies, each of some microseconds: not on the training thread
+        def issue() -> None:  # of thousands of copies: not on the training thread
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(stepped)
-                copies.do(wait=False)
+                copy_from_gpu(copies.targets, copies.sources, self._stream)
                 self._event = self._stream.record_event()
 
         def landed() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoestring.checkpoint.format.checksum import threads_beside
 from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.tiers import budget
+from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess
 from shoestring.checkpoint.tiers.claim import Claim
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files, tried
@@ -64,9 +65,9 @@ class Checkpointer:
         self.group = RankGroup.join(self.world, "agreeing on checkpoints")
         local = self.world.local_rank
         self.schedule = CheckpointSchedule(self.settings, self.world.hosts)
-        threads = threads_beside(self.world.local_size)
+        self._checksums = ChecksumProcess(threads_beside(self.world.local_size), apart=self.world.device.type == "cuda")
         names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
-        self.own = [Slot(self.folder / name, self.files, threads) for name in names]
+        self.own = [Slot(self.folder / name, self.files, self._checksums.sums) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first, local == 0)
         self.safe, self.schedule.lacking = self.standing.safe, self.standing.lacking
@@ -330,6 +331,7 @@ class Checkpointer:
     def close(self) -> None:
         """Stop the threads; a run that ended with everything on disk leaves nothing in memory."""
         self.stager.close()
+        self._checksums.close()
         self.keeper.close(forget=self.finished)
         for slot in self.own if self.finished else ():
             slot.close()

@@ -1,0 +1,84 @@
+"""Many copies from a GPU to pinned memory by one call of CUDA's driver.
+
+A call for each tensor takes the driver's lock as often, and a training thread that launches kernels waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring._torch import foreach_copy_
+
+IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: by the copy engines
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation; all zeros where the pointer says it."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source", Location),
+        ("target", Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@cache
+def batched_copy() -> Callable[..., int] | None:
+    """`cuMemcpyBatchAsync` of CUDA 13, or of 12.8 in the same form; None where the driver has neither."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    if found := getattr(driver, "cuMemcpyBatchAsync_v2", None):
+        return found
+    earlier: Any = getattr(driver, "cuMemcpyBatchAsync", None)
+    if earlier is None:
+        return None
+    failed = ctypes.c_size_t()
+    return lambda *arguments: earlier(*arguments[:-1], ctypes.byref(failed), arguments[-1])
+
+
+def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+    """Issue the copies of all sources to their targets on a stream, which is the present one of this thread."""
+    even = [
+        target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype and source.numel() > 0
+        for target, source in zip(targets, sources, strict=True)
+    ]
+    batch = [pair for pair, fits in zip(zip(targets, sources, strict=True), even, strict=True) if fits]
+    rest = [pair for pair, fits in zip(zip(targets, sources, strict=True), even, strict=True) if not fits]
+    copy = batched_copy()
+    if copy is None or not batch or copy(*arguments(batch), ctypes.c_void_p(stream.cuda_stream)):
+        rest += batch
+    if rest:
+        with torch.no_grad():
+            foreach_copy_([target for target, _ in rest], [source for _, source in rest], non_blocking=True)
+
+
+def arguments(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
+    """What the driver's call wants to know of (target, source) pairs, but for the stream."""
+    count = len(pairs)
+    addresses = ctypes.c_uint64 * count
+    attributes = CopyAttributes(order=IN_STREAM_ORDER, flags=BESIDE_KERNELS)
+    return (
+        addresses(*[target.data_ptr() for target, _ in pairs]),
+        addresses(*[source.data_ptr() for _, source in pairs]),
+        (ctypes.c_size_t * count)(*[target.nbytes for target, _ in pairs]),
+        ctypes.c_size_t(count),
+        ctypes.byref(attributes),
+        ctypes.byref(ctypes.c_size_t(0)),
+        ctypes.c_size_t(1),
+    )
