@@ -8,11 +8,10 @@ is accepted, as in `pairs`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.harness import Bar, Deadline, Measured, shared
 from benchmarks.timing import gpu_seconds, paired
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ DRAFT_BLOCKS, ACCEPTANCE, LONGEST = 2, 0.8, 7
 TEXTS, TRIALS = 4, 12
 
 
-@cache
+@shared
 def target() -> Compiled:
     import torch
 
