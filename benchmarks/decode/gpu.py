@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import Bar, Deadline, Measured, shared
-from benchmarks.timing import gpu_seconds, paired
+from benchmarks.timing import FEWEST_ROUNDS, gpu_seconds, paired
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,7 +196,7 @@ def speedup(model: Adapter, wrap: Callable[[GPT], Adapter], new: int, rounds: in
 def drafting(_: Deadline) -> Measured:
     from shoestring.decode.compiled import Compiled
 
-    return speedup(target(), lambda draft: Compiled(draft, SHAPE["context"]), 96)
+    return speedup(target(), lambda draft: Compiled(draft, SHAPE["context"]), 96, FEWEST_ROUNDS)
 
 
 def rows() -> list[Bar]:
