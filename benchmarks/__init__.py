@@ -15,7 +15,8 @@ An area's module declares every bar up front and says how each is measured:
     if __name__ == "__main__":
         sys.exit(main("comm", rows))
 
-Then `python -m benchmarks.comm [--strict] [--only comm.top] [--list]` measures, prints a line a bar and updates the
-area's results; `python -m benchmarks.gpu` does so for the GPU bars of every area; `python -m benchmarks.evidence`
-writes `docs/evidence.md` from all results. Bars that share one run call one `functools.cache`d function.
+Then `python -m benchmarks.comm [--strict] [--only comm.top] [--skip comm.top-k] [--list]` measures, prints a line a bar
+and updates the area's results; `python -m benchmarks.gpu` does so for the GPU bars of every area; `python -m
+benchmarks.evidence` writes `docs/evidence.md` from all results. Bars that share one run call one `functools.cache`d
+function; one that holds memory of a GPU is `harness.shared` instead.
 """

@@ -58,20 +58,21 @@ def main(
     """
     flags_of_gpu = parser("gpu")
     flags_of_gpu.add_argument("--budget", type=float, default=BUDGET, help="seconds for all bars, 600 at most")
+    flags_of_gpu.add_argument("--each", type=float, default=MOST_SECONDS, help="seconds that one bar may take at most")
     flags = flags_of_gpu.parse_args(argv)
     deadline = Deadline(flags.budget)
     try:
         if not 0 <= flags.budget <= MOST_SECONDS:
             raise ConfigError(f"--budget is {flags.budget:g}", hint=f"0 to {MOST_SECONDS:g} seconds")
         bars, broken = discover(package)
-        chosen = selected(bars, flags.only)
+        chosen = selected(bars, flags.only, flags.skip)
         if flags.list:
             print("\n".join(f"{bar.id}  {bar.op} {bar.bar:g}  {bar.what}" for bar in chosen))
             return 1 if broken else 0
         environment = environment or Environment.capture(commit=flags.commit)
         for area in sorted({bar.area for bar in bars}):
             declare(results / f"{area}.json", [bar for bar in bars if bar.area == area], environment)
-        failed = report(chosen, environment, deadline, results, strict=flags.strict)
+        failed = report(chosen, environment, deadline, results, strict=flags.strict, each=flags.each)
     except ShoestringError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import signal
@@ -12,9 +13,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.machine import Environment, git_commit
 from benchmarks.rows import (
@@ -55,12 +57,15 @@ __all__ = [
     "resumable",
     "run_command",
     "selected",
+    "shared",
     "stored",
 ]
 
+T = TypeVar("T")
 
-class OutOfBudget(Exception):  # noqa: N818  # the name is the reason
-    """The time for the benchmarks is used up."""
+
+class OutOfBudget(BaseException):  # the name is the reason
+    """The time for the benchmarks is used up. Nothing that handles an `Exception`, as compilers do, may take it."""
 
 
 class Deadline:
@@ -72,6 +77,10 @@ class Deadline:
     def left(self) -> float:
         """Seconds left, negative when past; infinite where no budget was set."""
         return self._end - time.monotonic()
+
+    def within(self, seconds: float) -> Deadline:
+        """The sooner one of this and the one in so many seconds."""
+        return Deadline(min(seconds, self.left()))
 
     def check(self) -> None:
         """Raises: OutOfBudget, when none are left."""
@@ -134,15 +143,29 @@ def line(row: Row) -> str:
     return f"{state:8}{row.id}  {measured} {row.op} {row.bar:g}  {row.what}{note}"
 
 
-def report(bars: Sequence[Bar], environment: Environment, deadline: Deadline, results: Path, *, strict: bool) -> int:
+def report(
+    bars: Sequence[Bar],
+    environment: Environment,
+    deadline: Deadline,
+    results: Path,
+    *,
+    strict: bool,
+    each: float = math.inf,
+) -> int:
     """Measure `bars` one after the other, print a line and store a row for each.
+
+    Args:
+        each: seconds that one bar may take at most.
 
     Returns:
         1 when a measurement failed with an error or, where `strict`, when a bar was missed; else 0.
     """
-    fine = True
+    fine, area = True, ""
     for bar in bars:
-        row, well = measure(bar, environment, deadline)
+        if bar.gpu and environment.gpu:
+            make_room(forget=area not in ("", bar.area))
+            area = bar.area
+        row, well = measure(bar, environment, deadline.within(each))
         path = results / f"{bar.area}.json"
         record(path, row)
         kept = read(path)[row.id]
@@ -152,14 +175,49 @@ def report(bars: Sequence[Bar], environment: Environment, deadline: Deadline, re
     return 0 if fine else 1
 
 
-def selected(bars: Sequence[Bar], prefix: str) -> list[Bar]:
-    """The bar of the id `prefix`, or else those whose id starts with it.
+_shared: list[Callable[[], None]] = []
+
+
+def shared(make: Callable[[], T]) -> Callable[[], T]:
+    """As `functools.cache`, of what bars of one area share: it is forgotten before those of another are measured."""
+    kept = cache(make)
+    _shared.append(kept.cache_clear)
+    return kept
+
+
+def make_room(*, forget: bool) -> None:
+    """Free memory of the device that earlier bars took: what some of them measure is all that the device has in use.
+
+    Args:
+        forget: what bars share, and compiled code, too.
+    """
+    import torch
+
+    if forget:
+        for clear in _shared:
+            clear()
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def selected(bars: Sequence[Bar], prefixes: Sequence[str] = (), skipped: Sequence[str] = ()) -> list[Bar]:
+    """In the order of the prefixes, the bar whose id each is, or else those whose ids start with it; all without any.
+
+    Args:
+        skipped: prefixes of those that are left out.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: a prefix has none.
     """
+    left_out = [bar for prefix in skipped for bar in _of(prefix, bars)]
+    chosen = [bar for prefix in prefixes for bar in _of(prefix, bars)] if prefixes else bars
+    return [bar for bar in dict.fromkeys(chosen) if bar not in left_out]
+
+
+def _of(prefix: str, bars: Sequence[Bar]) -> list[Bar]:
     chosen = [bar for bar in bars if bar.id == prefix] or [bar for bar in bars if bar.id.startswith(prefix)]
-    if prefix and not chosen:
+    if not chosen:
         raise ConfigError(f"no bar's id starts with `{prefix}`", hint=nearest(prefix, [bar.id for bar in bars]))
     return chosen
 
@@ -168,9 +226,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     """The flags that every benchmark has."""
     flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=f"Measure the bars of {name}.")
     flags.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
-    flags.add_argument(
-        "--only", default="", metavar="PREFIX", help="measure the bar of this id, or those whose id starts with this"
-    )
+    several: dict[str, Any] = {"action": "append", "default": [], "metavar": "PREFIX"}
+    said = "the bar of this id, or those whose id starts with this"
+    flags.add_argument("--only", **several, help=f"measure {said}; given several times, in this order")
+    flags.add_argument("--skip", **several, help=f"leave out {said}; may be given several times")
     flags.add_argument("--list", action="store_true", help="print the bars and measure nothing")
     flags.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
     return flags
@@ -205,7 +264,7 @@ def main(
     flags = parser(area).parse_args(argv)
     try:
         bars = unique(rows(), area)
-        chosen = selected(bars, flags.only)
+        chosen = selected(bars, flags.only, flags.skip)
         if flags.list:
             print("\n".join(f"{bar.id}  {bar.op} {bar.bar:g}  {bar.what}" for bar in chosen))
             return 0

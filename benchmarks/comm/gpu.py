@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.harness import Bar, Deadline, Measured, shared
 from benchmarks.timing import gpu_seconds
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def overhead(name: str, _: Deadline) -> Measured:
     return Measured(seconds / backward, note)
 
 
-@cache
+@shared
 def beside() -> tuple[dict[str, Tensor], float, int]:
     """The gradients, the seconds that their backward passes take together, and the tokens of these."""
     import torch

@@ -8,12 +8,11 @@ is accepted, as in `pairs`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Bar, Deadline, Measured
-from benchmarks.timing import gpu_seconds, paired
+from benchmarks.harness import Bar, Deadline, Measured, shared
+from benchmarks.timing import FEWEST_ROUNDS, gpu_seconds, paired
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ DRAFT_BLOCKS, ACCEPTANCE, LONGEST = 2, 0.8, 7
 TEXTS, TRIALS = 4, 12
 
 
-@cache
+@shared
 def target() -> Compiled:
     import torch
 
@@ -197,7 +196,7 @@ def speedup(model: Adapter, wrap: Callable[[GPT], Adapter], new: int, rounds: in
 def drafting(_: Deadline) -> Measured:
     from shoestring.decode.compiled import Compiled
 
-    return speedup(target(), lambda draft: Compiled(draft, SHAPE["context"]), 96)
+    return speedup(target(), lambda draft: Compiled(draft, SHAPE["context"]), 96, FEWEST_ROUNDS)
 
 
 def rows() -> list[Bar]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import Bar, Deadline, Measured, paired, stored
+from benchmarks.harness import Bar, Deadline, Measured, Paired, paired, stored
 from benchmarks.memory.zero_worker import SHAPE, loss_of
 from benchmarks.training import recipe, train_to_end
 from shoestring.core.compose import attach, compose
@@ -27,6 +27,7 @@ STEPS = 50
 XL = GPTConfig(vocab_size=50304, dim=1600, layers=48, heads=25, kv_heads=25, hidden=4288, context=1024)
 """GPT2-XL's width, depth and vocabulary: 1.6 billion parameters."""
 SEQUENCES = 32  # of 1,024 tokens in a step
+ROUNDS = 6  # of a step each way, of one to two seconds
 
 
 LATE, LATE_STEPS, SEEDS = 0.9, 300, (0, 1, 2)
@@ -134,11 +135,15 @@ def _loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(output.flatten(0, 1), targets, reduction="sum"), torch.tensor(targets.numel()).to(targets)
 
 
+def compared(offloaded: Callable[[], object], held: Callable[[], object]) -> Paired:
+    return paired(offloaded, held, rounds=ROUNDS, order="AB")
+
+
 def gpu_time(clip: bool, _: Deadline) -> Measured:
     """The time of a step of 32,768 tokens over that with all state on the device."""
     (held, inside), (offloaded, outside) = xl_step(Zero(), clip), xl_step(Offload(), clip)
     with held, offloaded:
-        return paired(outside, inside).measured()
+        return compared(outside, inside).measured()
 
 
 def gpu_time_late(_: Deadline) -> Measured:
@@ -146,7 +151,7 @@ def gpu_time_late(_: Deadline) -> Measured:
     steps = [xl_step(holder, False, 8) for holder in (Zero(), Offload(), Offload(late=LATE))]
     with steps[0][0], steps[1][0], steps[2][0]:
         inside, waiting, late = (step for _, step in steps)
-        found, without = paired(late, inside), paired(waiting, inside)
+        found, without = compared(late, inside), compared(waiting, inside)
         return Measured(found.median, f"{found}; with nothing late {without}")
 
 

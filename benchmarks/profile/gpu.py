@@ -1,62 +1,77 @@
-"""What a profile costs on a GPU, and whether its kernels are those of Kineto."""
+"""What a profile costs on a GPU, and whether its kernels are those of Kineto.
+
+The program is a plain loop that trains GPT-2's size: the workloads beside this make tensors where torch's default is,
+and their steps are of an instant on a GPU.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.profiler import ProfilerActivity
 
 from benchmarks.harness import Bar, Measured, paired
-from benchmarks.profile.workloads import Workload, build
+from shoestring.models.gpt import GPT, gpt124m
 from shoestring.profile import profiled
 from shoestring.profile.kineto import EVERY, ran
 from shoestring.profile.tree import NodeKind
 
-STEPS = 20
+RUN, RUNS, ROUNDS = EVERY, 8, 6
+SEQUENCES, TOKENS = 8, 1024
+
+Train = Callable[[int], None]
+
+
+def program(
+    make: Callable[[], GPT] = gpt124m, device: str = "cuda", shape: tuple[int, int] = (SEQUENCES, TOKENS)
+) -> Train:
+    """Trains a model in bf16 for some steps, and waits for them."""
+    with torch.device(device):
+        model = make().bfloat16()
+        tokens = torch.randint(model.config.vocab_size, (shape[0], shape[1] + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    return train
 
 
 def cost() -> Measured:
     """A step of the GPT on a GPU with an exact profile over one without."""
-    torch.set_default_device("cuda")
-    try:
-        workload = build("gpt")
-    finally:
-        torch.set_default_device("cpu")
-
-    def plain() -> None:
-        run(workload)
+    train = program()
 
     def watched() -> None:
         with profiled():
-            run(workload)
+            train(RUN)
 
-    return paired(watched, plain).measured()
-
-
-def run(workload: Workload) -> None:
-    for _ in range(STEPS):
-        workload.step()
-    torch.cuda.synchronize()
+    return paired(watched, partial(train, RUN), rounds=ROUNDS, warmup=1, order="AB").measured()
 
 
 @cache
 def kernels() -> tuple[tuple[int, int], tuple[int, int]]:
     """Number and nanoseconds of what the GPU ran in some steps, by the profile and by Kineto alone."""
-    torch.set_default_device("cuda")
-    try:
-        workload = build("gpt")
-    finally:
-        torch.set_default_device("cpu")
-    run(workload)
+    train = program()
+    train(RUN)
     with profiled() as result:
-        for _ in range(EVERY):
-            run(workload)
+        train(RUNS * RUN)
     tree = result.profile.tree
     ours = tree.kind == NodeKind.KERNEL
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as theirs:
-        for _ in range(EVERY):
-            run(workload)
+        train(RUNS * RUN)
     assert theirs.profiler is not None and theirs.profiler.kineto_results is not None
     work = ran(theirs.profiler.kineto_results.events())
     seconds = sum(each.end - each.start for each in work)

@@ -155,6 +155,15 @@ def has_bf16_units() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
+def activity_of(event: Any) -> str:
+    """Kineto's name for what an event is: "kernel", "gpu_memcpy", "gpu_memset", or another one."""
+    if hasattr(event, "activity_type"):
+        return event.activity_type()
+    if event.device_type() == torch.autograd.DeviceType.CPU or event.is_user_annotation():  # torch 2.11
+        return "other"
+    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(event.name()[:6], "kernel")
+
+
 def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """A backend of torch.compile: (graph, example inputs) -> callable."""
     if not isinstance(backend, str):

@@ -7,18 +7,15 @@ import os
 import select
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from dataclasses import asdict, replace
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from benchmarks.evidence import CELL
 from benchmarks.evidence import main as write_evidence
-from benchmarks.gpu import main as run_gpu
-from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure
+from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure, selected
 from benchmarks.machine import git_commit
 from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
 from benchmarks.timing import run_command
@@ -192,6 +189,15 @@ def test_only_what_was_asked_for_runs_and_every_bar_has_a_row(tmp_path, capsys):
     assert "no bar's id starts with `area.thre`" in capsys.readouterr().err
 
 
+def test_several_are_asked_for_in_their_order_and_some_left_out():
+    bars = [bar(name) for name in ("a-1", "a-2", "b", "c")]
+    assert [each.id for each in selected(bars)] == ["area.a-1", "area.a-2", "area.b", "area.c"]
+    assert [each.id for each in selected(bars, ["area.b", "area.a", "area.a-1"])] == ["area.b", "area.a-1", "area.a-2"]
+    assert [each.id for each in selected(bars, ["area.b", "area.a"], ["area.a-1", "area.c"])] == ["area.b", "area.a-2"]
+    with pytest.raises(ConfigError, match=r"no bar's id starts with `area\.d`"):
+        selected(bars, [], ["area.d"])
+
+
 def test_list_measures_and_writes_nothing(tmp_path, capsys):
     assert main("area", lambda: [bar()], ["--list"], tmp_path) == 0
     assert capsys.readouterr().out == "area.one  >= 2  what one does\n"
@@ -233,6 +239,16 @@ def test_a_deadline_interrupts_a_measurement_and_leaves_no_alarm():
     assert measure(bar(found=lambda deadline: deadline.left()), HERE, Deadline(60))[0].status == "held"
 
 
+def test_code_that_takes_every_exception_does_not_take_the_deadlines():
+    def takes_all(deadline):
+        while deadline.left() > -5:
+            with suppress(Exception):
+                while deadline.left() > -5:
+                    pass
+
+    assert measure(bar(found=takes_all), HERE, Deadline(60).within(0.05))[0].reason == "budget"
+
+
 def test_a_command_that_outlasts_the_deadline_is_ended_with_its_children(tmp_path):
     child = "import time; time.sleep(60)"
     parent = f"""
@@ -255,59 +271,7 @@ child.wait()
             assert ended
 
 
-# -- all areas: GPU and evidence --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def areas(tmp_path, monkeypatch):
-    """A package of areas: one with a GPU bar, one without, one that does not import."""
-    folder = tmp_path / "planted_areas"
-    folder.mkdir()
-    fast = """
-        from benchmarks.harness import Bar
-
-        def gpu_rows():
-            names = ("one", "two")
-            return [Bar(f"fast.{name}", name, ">=", 1, measure=lambda deadline: 2.0, gpu=True) for name in names]
-        """
-    for name, text in {"fast": fast, "plain": "", "broken": "import no_such_module_at_all"}.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    package = ModuleType("planted_areas")
-    package.__path__ = [str(folder)]
-    monkeypatch.setitem(sys.modules, "planted_areas", package)
-    yield package, folder
-    for name in ("fast", "plain", "broken"):
-        sys.modules.pop(f"planted_areas.{name}", None)
-
-
-def test_without_a_gpu_every_gpu_bar_says_so_and_a_broken_module_is_reported(areas, tmp_path, capsys):
-    package, _ = areas
-    assert run_gpu([], package, tmp_path, HERE) == 1
-    assert "planted_areas.broken gave no bars" in capsys.readouterr().err
-    assert {row.reason for row in stored(tmp_path, "fast").values()} == {"no GPU"}
-    assert not (tmp_path / "plain.json").exists()
-
-
-def test_gpu_bars_run_within_the_budget_and_stay_when_there_is_no_gpu_later(areas, tmp_path, capsys):
-    package, folder = areas
-    (folder / "broken.py").write_text("")
-    assert run_gpu(["--budget", "0"], package, tmp_path, WITH_GPU) == 0
-    assert {row.reason for row in stored(tmp_path, "fast").values()} == {"budget"}
-    assert run_gpu(["--only", "fast.one"], package, tmp_path, WITH_GPU) == 0
-    assert [row.status for row in stored(tmp_path, "fast").values()] == ["held", "not-run"]
-    assert stored(tmp_path, "fast")["fast.one"].command == "python -m benchmarks.gpu --only fast.one"
-    capsys.readouterr()
-    assert run_gpu([], package, tmp_path, HERE) == 0
-    assert "(no GPU); kept: 2 at 0123abc" in capsys.readouterr().out
-    assert stored(tmp_path, "fast")["fast.one"].measured == 2.0
-    assert run_gpu(["--budget", "601"], package, tmp_path, HERE) == 2
-
-
-def test_gpu_rows_that_do_not_ask_for_a_gpu_are_refused(areas, tmp_path, capsys):
-    package, folder = areas
-    (folder / "fast.py").write_text((folder / "fast.py").read_text().replace(", gpu=True", ""))
-    assert run_gpu([], package, tmp_path, HERE) == 1
-    assert "in gpu_rows() without gpu=True" in capsys.readouterr().err
+# -- evidence ----------------------------------------------------------------------------------------------------------
 
 
 def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):

@@ -47,6 +47,12 @@ def bucketed(bits: int, top: int) -> None:
     compiled(bucket_kernel.decode, BUCKETS, **form)
 
 
+def keys_are_numbers() -> None:
+    """Whatever they are: a key that is 1 is no constant, and one that is a multiple of 16 nothing new."""
+    for kernel in (bucket_kernel.encode, bucket_kernel.encode_average, ternary_kernel.encode):
+        assert {each.name for each in kernel.params if each.do_not_specialize} == set(bucket_kernel.KEYS)
+
+
 def ternary_ones() -> None:
     form = {**HALF, "ROWS": 2, "PER": 4, "WIDE": ternary.BUCKET // 4}
     compiled(ternary_kernel.measure, BUCKETS, **form)
@@ -65,4 +71,5 @@ if __name__ == "__main__":
     for bits, top in ((4, 7), (8, 127), (1, 0)):
         bucketed(bits, top)
     ternary_ones()
+    keys_are_numbers()
     print("compiled")

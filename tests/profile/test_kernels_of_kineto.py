@@ -25,14 +25,28 @@ class Event:
     def __getattr__(self, name):
         values = {
             "name": self.called,
-            "activity_type": self.kind,
             "device_index": self.device,
             "start_ns": self.begins,
             "duration_ns": self.takes,
             "correlation_id": self.correlation,
             "linked_correlation_id": self.linked,
+            **self.kinds(),
         }
+        if name not in values:
+            raise AttributeError(name)
         return lambda: values[name]
+
+    def kinds(self):
+        return {"activity_type": self.kind}
+
+
+class OldEvent(Event):
+    """As torch 2.11's, which does not say what it is."""
+
+    def kinds(self):
+        on_cpu = self.kind in ("cpu_op", "cuda_runtime")
+        kind = torch.autograd.DeviceType.CPU if on_cpu else torch.autograd.DeviceType.CUDA
+        return {"device_type": kind, "is_user_annotation": self.kind == "gpu_user_annotation"}
 
 
 def kernel(begins, takes, **more):
@@ -41,6 +55,22 @@ def kernel(begins, takes, **more):
 
 def copy(begins, takes, **more):
     return Event("gpu_memcpy", begins, takes, called="Memcpy HtoD", **more)
+
+
+@pytest.mark.parametrize("event", [Event, OldEvent])
+def test_what_ran_on_the_device_is_told_from_all_else(event):
+    named = {
+        "kernel": "k",
+        "gpu_memcpy": "Memcpy DtoH (Device -> Pinned)",
+        "gpu_memset": "Memset (Device)",
+        "gpu_user_annotation": "a part",
+        "cpu_op": "aten::copy_",
+        "cuda_runtime": "cudaMemcpyAsync",
+    }
+    work = ran([event(kind, start, 1, called=name) for start, (kind, name) in enumerate(named.items())])
+    assert [(each.name, each.copies) for each in work] == [
+        ("k", False), ("Memcpy DtoH (Device -> Pinned)", True), ("Memset (Device)", True)
+    ]  # fmt: skip
 
 
 def test_gaps_are_those_in_which_a_device_has_nothing_to_run():

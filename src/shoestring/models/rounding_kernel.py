@@ -14,12 +14,15 @@ GROUPS = 16  # of a row, that a program writes
 
 @triton.jit
 def dequantize_kernel(
-    weight: Any, scales: Any, dense: Any, rows: Any, groups: Any, BITS: tl.constexpr, GROUPS: tl.constexpr
+    weight: tl.tensor,  # (sixteens, groups, chunks, 16 rows, 4 bytes)
+    scales: tl.tensor,  # (sixteens, groups, 16 rows)
+    dense: tl.tensor,  # (rows, columns)
+    rows: tl.tensor,
+    groups: tl.tensor,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
-    """The sixteen rows of a program, 32 GROUPS columns of them.
-
-    weight: sixteens x groups x chunks x 16 rows x 4 bytes; scales: sixteens x groups x 16 rows; dense: rows x columns.
-    """
+    """The sixteen rows of a program, 32 GROUPS columns of them."""
     sixteen = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 16)[:, None]
     column = tl.program_id(1) * GROUPS * 32 + tl.arange(0, GROUPS * 32)[None, :]

@@ -81,7 +81,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
     """
     B, T, H, D = q.shape
     fits = (
-        q.device.type == "cpu"
+        not torch.compiler.is_compiling()  # which cannot look at what follows
+        and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16)
         and q.dtype is k.dtype is v.dtype
         and 0 < T <= FEW_ROWS
@@ -91,7 +92,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
         and k.stride(3) == 1
         and torch.backends.cpu.get_cpu_capability() == "AVX512"  # on narrower vectors torch's is faster
         and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and type(q) is type(k) is Tensor
     )
     kernel = _attention_kernel() if fits else None

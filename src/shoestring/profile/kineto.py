@@ -28,6 +28,7 @@ from torch._C import _profiler as profiling
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
+from shoestring._torch import activity_of
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
 FIRST_STEPS, EVERY = 2, 20
@@ -71,10 +72,10 @@ def ran(events: Iterable[Any]) -> list[Ran]:
             event.start_ns(),
             event.start_ns() + event.duration_ns(),
             event.linked_correlation_id(),
-            event.activity_type() != "kernel",
+            kind != "kernel",
         )
         for event in events
-        if event.activity_type() in RAN
+        if (kind := activity_of(event)) in RAN
     ]
     return sorted(found, key=lambda each: each.start)
 
@@ -83,7 +84,7 @@ def dropped(events: Iterable[Any]) -> int:
     """Kernels that were launched and left no record."""
     kernels, launches = set[int](), set[int]()
     for event in events:
-        if event.activity_type() == "kernel":
+        if activity_of(event) == "kernel":
             kernels.add(event.correlation_id())
         elif event.name() in _LAUNCHES:
             launches.add(event.correlation_id())
@@ -263,6 +264,8 @@ class TorchWindows:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what was launched before the window is not of it; its end waits, too
         self.profiler = torch.profiler.profile(activities=activities, with_stack=True)
         self.executed.holding = self.parts.window = True
         began = time.perf_counter()

@@ -13,6 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+KEYS = ("one", "other")
+"""Arguments that differ in every call: one that is 1 would be a constant, which has no type, and compiled anew."""
+
 
 @triton.jit
 def find(
@@ -165,7 +168,7 @@ def unpack(
     return ((code << SHIFT) - OFFSET).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=KEYS)
 def encode(
     table: tl.tensor,
     codes: tl.tensor,  # (last - first, width), uint8
@@ -227,7 +230,7 @@ def encode(
             write(residuals, tensor, begin, at, inside & kept[:, None, None], sure, left, tl.float32, ALIGNED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=KEYS)
 def encode_average(
     table: tl.tensor,
     sent: tl.tensor,  # (ranks, last - first, width): those of a rank `code_stride` after those of the one before

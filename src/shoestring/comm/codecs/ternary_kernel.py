@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shoestring.comm.codecs.bucket_kernel import draw, find, pack, places, read, rounded, unpack, write
+from shoestring.comm.codecs.bucket_kernel import KEYS, draw, find, pack, places, read, rounded, unpack, write
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def scale(
     tl.store(scales + tensor, tl.minimum(tl.max(largest, 0), clip * sigma) + tl.sum(wrong, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=KEYS)
 def encode(
     table: tl.tensor,
     scales: tl.tensor,  # (tensors,)
