@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 2**13
 """Entries of the largest bucket, which a program has in its registers."""
-BLOCK = 2048  # entries that a program has at least
+BLOCK, WARPS = 2048, 4  # entries that a program has at least, and its warps
 
 
 class KernelBuckets:
@@ -165,6 +165,7 @@ class EntryTable:
                 ROWS=self.rows,
                 PER=self.per,
                 WIDE=self.wide,
+                num_warps=WARPS,
                 enable_fp_fusion=False,  # so that a product is rounded before it is added, as on a CPU
             )
 
