@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shoestring.comm.codecs import bucket_kernel, ternary, ternary_kernel
+from shoestring.comm.codecs import bucket_kernel, kernel_buckets, ternary, ternary_kernel
 from shoestring.comm.codecs.fused import BLOCK
 from shoestring.comm.codecs.fused_kernel import split
 from shoestring.comm.codecs.lowrank import LEFT, MOST, OUTER, WIDE
@@ -37,14 +37,14 @@ HALF = {"DEPTH": 8, "KIND": 1, "FIRST": True, "TYPE": tl.bfloat16, "ALIGNED": Tr
 
 
 def bucketed(bits: int, top: int) -> None:
-    """Of buckets of 512 entries in bf16, four of them a program."""
+    """Of buckets of 512 entries in bf16, as many a program as on a GPU."""
     form = {"BITS": bits, "OFFSET": top or 1, "SHIFT": int(not top), "FEEDBACK": True, **HALF}
-    form |= {"ROWS": 4, "PER": 8 // bits, "WIDE": 64 * bits}
-    ways = {"TOP": top, "STOCHASTIC": top > 0}
+    form |= {"ROWS": kernel_buckets.BLOCK // 512, "PER": 8 // bits, "WIDE": 64 * bits}
+    ways, warps = {"TOP": top, "STOCHASTIC": top > 0}, kernel_buckets.WARPS
     for measure in (False, True):
-        compiled(bucket_kernel.encode, BUCKETS, MEASURE=measure, **form, **ways)
-    compiled(bucket_kernel.encode_average, BUCKETS, RANKS=4, **form, **ways)
-    compiled(bucket_kernel.decode, BUCKETS, **form)
+        compiled(bucket_kernel.encode, BUCKETS, warps, MEASURE=measure, **form, **ways)
+    compiled(bucket_kernel.encode_average, BUCKETS, warps, RANKS=4, **form, **ways)
+    compiled(bucket_kernel.decode, BUCKETS, warps, **form)
 
 
 def keys_are_numbers() -> None:
@@ -54,11 +54,12 @@ def keys_are_numbers() -> None:
 
 
 def ternary_ones() -> None:
-    form = {**HALF, "ROWS": 2, "PER": 4, "WIDE": ternary.BUCKET // 4}
-    compiled(ternary_kernel.measure, BUCKETS, **form)
+    form = {**HALF, "PER": 4, "WIDE": ternary.BUCKET // 4}
+    large, small = ternary.LARGE["block"] // ternary.BUCKET, kernel_buckets.BLOCK // ternary.BUCKET
+    compiled(ternary_kernel.measure, BUCKETS, ternary.LARGE["warps"], ROWS=large, **form)
     compiled(ternary_kernel.scale, {**BUCKETS, "clip": "fp32"}, BLOCK=ternary.BLOCK)
-    compiled(ternary_kernel.encode, BUCKETS, **form)
-    compiled(ternary_kernel.decode, BUCKETS, RANKS=4, **form)
+    compiled(ternary_kernel.encode, BUCKETS, ternary.LARGE["warps"], ROWS=large, **form)
+    compiled(ternary_kernel.decode, BUCKETS, kernel_buckets.WARPS, RANKS=4, ROWS=small, **form)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 2**13
 """Entries of the largest bucket, which a program has in its registers."""
-BLOCK, WARPS = 2048, 4  # entries that a program has at least, and its warps
+BLOCK, WARPS = 1024, 2  # entries that a program has at least, and its warps: the best of six on an H100
 
 
 class KernelBuckets:
@@ -141,17 +141,19 @@ class EntryTable:
         self.table = pinned.to(layout.device, non_blocking=True)
         width, tensors = packed_bytes(layout.bucket, bits), len(flats)
         self.per, self.wide = 8 // bits, 1 << (width - 1).bit_length()
-        self.rows = max(1, BLOCK // (self.per * self.wide))
         self.shape, self.depth = (tensors, layout.bucket, width), (tensors - 1).bit_length()
         aligned = all(place % 16 == 0 for column in columns[:2] for place in column) and width % 8 == 0
         self.kinds, self.aligned = sorted(set(kinds)), aligned
 
-    def launch(self, kernel: Any, buckets: int, *args: Any, **ways: Any) -> None:
-        """Launch a kernel over a number of buckets, once for each data type."""
+    def launch(
+        self, kernel: Any, buckets: int, *args: Any, block: int = BLOCK, warps: int = WARPS, **ways: Any
+    ) -> None:
+        """Launch a kernel over a number of buckets, once for each data type; see `BLOCK`."""
         import triton.language as tl
 
         flat = [value for arg in args for value in (arg if isinstance(arg, tuple) else (arg,))]
-        grid = (-(-buckets // self.rows),)
+        rows = max(1, block // (self.per * self.wide))
+        grid = (-(-buckets // rows),)
         for kind in self.kinds:
             kernel[grid](
                 self.table,
@@ -162,10 +164,10 @@ class EntryTable:
                 FIRST=kind == self.kinds[0],
                 TYPE=(tl.float32, tl.bfloat16, tl.float16)[kind],
                 ALIGNED=self.aligned,
-                ROWS=self.rows,
+                ROWS=rows,
                 PER=self.per,
                 WIDE=self.wide,
-                num_warps=WARPS,
+                num_warps=warps,
                 enable_fp_fusion=False,  # so that a product is rounded before it is added, as on a CPU
             )
 

@@ -18,6 +18,7 @@ from shoestring.comm.codecs.kernel_buckets import EntryTable, keys, row_stride
 BUCKET = 1024  # entries; a tensor's last bucket is filled up
 BLOCK = 1024  # buckets whose figures are added up at once
 BITS = 2
+LARGE = {"block": 4096, "warps": 4}  # of programs that read alone, or write little
 
 
 class TernaryEntries:
@@ -33,7 +34,7 @@ class TernaryEntries:
 
         tensors, buckets = len(self.layout.sizes), self.layout.buckets
         most, squares = torch.empty(2, buckets, device=self.layout.device).unbind()
-        self.table.launch(ternary_kernel.measure, buckets, most, squares, buckets, self.table.shape)
+        self.table.launch(ternary_kernel.measure, buckets, most, squares, buckets, self.table.shape, **LARGE)
         scales = torch.empty(tensors, device=self.layout.device)
         ternary_kernel.scale[(tensors,)](self.table.table, most, squares, scales, tensors, clip, BLOCK=BLOCK)
         return scales
@@ -45,7 +46,7 @@ class TernaryEntries:
         buckets = self.layout.buckets
         codes = torch.empty(buckets, packed_bytes(BUCKET, BITS), dtype=torch.uint8, device=self.layout.device)
         args = (scales, codes, buckets, self.table.shape, *keys(seed))
-        self.table.launch(ternary_kernel.encode, buckets, *args)
+        self.table.launch(ternary_kernel.encode, buckets, *args, **LARGE)
         return codes
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:

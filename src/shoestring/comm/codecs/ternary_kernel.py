@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shoestring.comm.codecs.bucket_kernel import KEYS, draw, find, pack, places, read, rounded, unpack, write
+from shoestring.comm.codecs.bucket_kernel import KEYS, as_float, draw, find, pack, places, read, rounded, unpack, write
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def measure(
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     mine = mine & (b < buckets)
-    at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
+    at = tl.arange(0, PER * WIDE)[None, None, :]  # in their order, for nothing is packed
+    inside = (at < count[:, None, None]) & mine[:, None, None]
     whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
     x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
     largest = tl.max(tl.max(tl.abs(x), 2), 1) + tl.sum(tl.sum(x * 0.0, 2), 1)
@@ -138,10 +138,10 @@ def decode(
     whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
     byte = tl.arange(0, WIDE)[None, :]
     stored = (byte < width) & mine[:, None]
-    total = tl.zeros([ROWS, PER, WIDE], tl.float32)
+    total = tl.zeros([ROWS, PER, WIDE], tl.int32)
     for rank in range(RANKS):
         behind = (tl.zeros_like(b) + rank) * stride + b * width
         total += unpack(tl.load(codes + behind[:, None] + byte, mask=stored, other=0), 2, 1, 0, PER)
     s = tl.load(scales + tensor)
     share = tl.div_rn(s, tl.zeros_like(s) + RANKS)
-    write(table, tensor, begin, at, inside, whole, total * share[:, None, None], TYPE, ALIGNED)
+    write(table, tensor, begin, at, inside, whole, as_float(total) * share[:, None, None], TYPE, ALIGNED)
