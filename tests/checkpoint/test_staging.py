@@ -145,6 +145,25 @@ def test_nothing_is_made_again_while_the_state_has_the_same_form(rig):
     assert rig.stager._frame is frame and rooms[rig.saves % 2]._places is not places[rig.saves % 2]
 
 
+def test_what_goes_where_is_known_until_something_lies_elsewhere(rig, monkeypatch):
+    asked = []
+    monkeypatch.setattr(rig.stager, "stable", lambda: asked.append(1) or rig.stable())
+    tensors = rig.held["shared"].state["tensors"]
+    tensors |= {f"t{index}": torch.zeros(3) for index in range(4)}
+    rig.held["mine"].state["tensors"]["changing"] = torch.zeros(3)
+    for _ in rig.slots:
+        rig.save()
+    assert len(asked) == len(rig.slots)
+    tensors["t1"].fill_(1)
+    rig.held["mine"].state["tensors"]["changing"] = torch.ones(3)  # copied at once, wherever it lies
+    for _ in rig.slots:
+        same(rig.save()["shared"], rig.held["shared"].state)
+    assert len(asked) == len(rig.slots)
+    tensors["t1"] = torch.full((3,), 2.0)
+    same(rig.save()["shared"], rig.held["shared"].state)
+    assert len(asked) == len(rig.slots) + 1
+
+
 def test_a_slot_that_is_closed_gives_its_memory_back(rig):
     rig.held["shared"].state["tensors"]["large"] = torch.ones(1 << 20)
     rig.save()
