@@ -128,10 +128,10 @@ class TorchInBatches(PowerSGDCodec):
             if shape not in basis:
                 drawn = torch.randn(len(each), each.shape[2], self.rank, generator=torch.Generator().manual_seed(0))
                 basis[shape] = drawn.to(each.device)
-        orthogonalise([Q for shape in M for Q in basis[shape]])
+        orthogonalise([basis[shape] for shape in M])
         P = {shape: each @ basis[shape] for shape, each in M.items()}
         yield from average_tensors(list(P.values()), whole)
-        orthogonalise([each for same in P.values() for each in same])
+        orthogonalise(list(P.values()))
         for shape, each in M.items():
             basis[shape] = each.mT @ P[shape]
         yield from average_tensors([basis[shape] for shape in M], [])
