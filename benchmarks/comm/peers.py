@@ -95,9 +95,7 @@ class TorchArithmetic(PowerSGDCodec):
             self.state.setdefault("Q", {})[name] = right
 
     def _drawn(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        basis = self._matrix(name, grad).Qt
-        assert basis is not None
-        return basis.t().contiguous()
+        return self._matrix(name, grad).basis.t().contiguous()
 
 
 class TorchInBatches(PowerSGDCodec):
