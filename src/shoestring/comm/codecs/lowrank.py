@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class MatrixBatch:
     """Matrices of one shape and type, with bases of one kind."""
 
     names: list[str]
@@ -64,7 +64,7 @@ class Batch:
         return self.grads[0].shape
 
 
-def make_batches(matrices: Sequence[Matrix]) -> list[Batch]:
+def make_batches(matrices: Sequence[Matrix]) -> list[MatrixBatch]:
     """Batches in an order that depends on shapes, types and kinds of bases alone, which are equal on all ranks."""
     alike: dict[tuple[torch.Size, torch.dtype, bool], list[Matrix]] = {}
     for matrix in matrices:
@@ -76,13 +76,12 @@ def make_batches(matrices: Sequence[Matrix]) -> list[Batch]:
     batches = []
     for same, own, part in zip(alike.values(), addresses, parts, strict=True):
         names, grads, residuals, bases, _ = map(list, zip(*same, strict=True))
-        form = _form(grads[0].dtype, own) if own else {}
-        table = part if own else None
-        batches.append(Batch(names, grads, residuals, torch.stack(bases), same[0].right, table, form))
+        launched = (part, _form(grads[0].dtype, own)) if own else (None, {})
+        batches.append(MatrixBatch(names, grads, residuals, torch.stack(bases), same[0].right, *launched))
     return batches
 
 
-def multiply(batches: Sequence[Batch]) -> list[Tensor]:
+def multiply(batches: Sequence[MatrixBatch]) -> list[Tensor]:
     """M Q (matrices, n, r), or Pᵀ M (matrices, r, m), of each batch; gradients and residuals are unchanged."""
     scratch = None
     products = []
@@ -101,28 +100,28 @@ def multiply(batches: Sequence[Batch]) -> list[Tensor]:
     return products
 
 
-def build_sum(batch: Batch) -> None:
+def build_sum(batch: MatrixBatch) -> None:
     """Build M in place of the residual, unless a kernel adds both on the fly."""
     if batch.table is None:
         for grad, residual in zip(batch.grads, batch.residuals, strict=True):
             residual.add_(grad)
 
 
-def undo_sum(batch: Batch) -> None:
+def undo_sum(batch: MatrixBatch) -> None:
     """The inverse of `build_sum`, up to rounding: a residual far smaller than the gradient is rounded to zero."""
     if batch.table is None:
         for grad, residual in zip(batch.grads, batch.residuals, strict=True):
             residual.sub_(grad)
 
 
-def project(batch: Batch, P: Tensor) -> Tensor:
+def project(batch: MatrixBatch, P: Tensor) -> Tensor:
     """Qᵀ = Pᵀ M, after `build_sum`."""
     if batch.table is not None:
         return _left(batch, batch.table, P)
     return torch.stack([P_.t() @ residual for P_, residual in zip(P, batch.residuals, strict=True)])
 
 
-def keep_remainder(batch: Batch, P: Tensor, Qt: Tensor) -> None:
+def keep_remainder(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
     """Make M - P Qᵀ the residual, after `build_sum`."""
     if batch.table is not None:
         _outer(batch, batch.table, P, Qt, leaving=True)
@@ -131,7 +130,7 @@ def keep_remainder(batch: Batch, P: Tensor, Qt: Tensor) -> None:
         residual.addmm_(P_, Qt_, alpha=-1)
 
 
-def decode(batch: Batch, P: Tensor, Qt: Tensor) -> None:
+def decode(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
     """Make P Qᵀ the gradient."""
     if batch.table is not None:
         _outer(batch, batch.table, P, Qt, leaving=False)
@@ -165,7 +164,7 @@ def _form(dtype: torch.dtype, addresses: list[int]) -> dict[str, Any]:
     return {"TYPE": (tl.float32, tl.bfloat16, tl.float16)[TYPES.index(dtype)], "ALIGNED": aligned}
 
 
-def _right(batch: Batch, table: Tensor, Qt: Tensor) -> Tensor:
+def _right(batch: MatrixBatch, table: Tensor, Qt: Tensor) -> Tensor:
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r = batch.shape, Qt.shape[1]
@@ -178,7 +177,7 @@ def _right(batch: Batch, table: Tensor, Qt: Tensor) -> Tensor:
     return out.sum(1) if splits > 1 else out[:, 0]
 
 
-def _left(batch: Batch, table: Tensor, P: Tensor) -> Tensor:
+def _left(batch: MatrixBatch, table: Tensor, P: Tensor) -> Tensor:
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r, R = batch.shape, P.shape[2], max(_SMALLEST, _power(P.shape[2]))
@@ -189,7 +188,7 @@ def _left(batch: Batch, table: Tensor, P: Tensor) -> Tensor:
     return out.sum(1) if splits > 1 else out[:, 0]
 
 
-def _outer(batch: Batch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving: bool) -> None:
+def _outer(batch: MatrixBatch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving: bool) -> None:
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r = batch.shape, Qt.shape[1]

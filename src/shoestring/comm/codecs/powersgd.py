@@ -23,8 +23,8 @@ from torch import Tensor
 from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, Mean
 from shoestring.comm.codecs.dense import flatten, unflatten
 from shoestring.comm.codecs.lowrank import (
-    Batch,
     Matrix,
+    MatrixBatch,
     build_sum,
     decode,
     keep_remainder,
@@ -77,7 +77,7 @@ class PowerSGDCodec(Codec):
         else:
             yield from self._iteration(batches, whole)
 
-    def _iteration(self, batches: list[Batch], whole: list[Tensor]) -> Coding:
+    def _iteration(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
         """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
         P = multiply(batches)
         yield from average_tensors(P, whole, self.dtype)
@@ -97,7 +97,7 @@ class PowerSGDCodec(Codec):
             decode(batch, P_, mean_)
             self.state["Qt"].update(zip(batch.names, mean_, strict=True))
 
-    def _half(self, batches: list[Batch], whole: list[Tensor]) -> Coding:
+    def _half(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
         """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P is the next basis.
 
         At every other step Q = mean(Mᵀ P) for an orthonormal P, and Q is the next basis.
