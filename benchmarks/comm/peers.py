@@ -95,9 +95,7 @@ class TorchArithmetic(PowerSGDCodec):
             self.state.setdefault("Q", {})[name] = right
 
     def _drawn(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        basis = self._matrix(name, grad).Qt
-        assert basis is not None
-        return basis.t().contiguous()
+        return self._matrix(name, grad).basis.t().contiguous()
 
 
 class TorchInBatches(PowerSGDCodec):
@@ -128,10 +126,10 @@ class TorchInBatches(PowerSGDCodec):
             if shape not in basis:
                 drawn = torch.randn(len(each), each.shape[2], self.rank, generator=torch.Generator().manual_seed(0))
                 basis[shape] = drawn.to(each.device)
-        orthogonalise([Q for shape in M for Q in basis[shape]])
+        orthogonalise([basis[shape] for shape in M])
         P = {shape: each @ basis[shape] for shape, each in M.items()}
         yield from average_tensors(list(P.values()), whole)
-        orthogonalise([each for same in P.values() for each in same])
+        orthogonalise(list(P.values()))
         for shape, each in M.items():
             basis[shape] = each.mT @ P[shape]
         yield from average_tensors([basis[shape] for shape in M], [])

@@ -18,7 +18,7 @@ from shoestring.comm.codecs.lowrank_kernel import left, outer, right
 SPLIT = {"n": "i64", "scale": "fp32", "momentum": "fp32", "room": "i32", "indices": "*i64", "count": "*i32"}
 BYTES = dict.fromkeys(("codes", "sent", "fine"), "*u8")
 BUCKETS = {"table": "*i64", **BYTES}
-LOW_RANK = {"g": "*bf16", "n": "i32", "m": "i32", "r": "i32"}
+LOW_RANK = {"table": "*i64", "n": "i32", "m": "i32", "r": "i32"}
 
 
 def compiled(kernel: Any, types: dict[str, str], warps: int = 4, **constants: Any) -> None:
@@ -62,13 +62,19 @@ def ternary_ones() -> None:
     compiled(ternary_kernel.decode, BUCKETS, kernel_buckets.WARPS, RANKS=4, ROWS=small, **form)
 
 
+def low_rank(aligned: bool) -> None:
+    form = {"TYPE": tl.bfloat16, "ALIGNED": aligned}
+    for way in (False, True):
+        compiled(outer, LOW_RANK, OUTER.num_warps, LEAVE=way, R=MOST, BN=OUTER.BN, BM=OUTER.BM, **form)
+    compiled(left, LOW_RANK, LEFT.num_warps, STEPS=4, R=MOST, BN=LEFT.BN, BM=LEFT.BM, **form)
+    compiled(right, LOW_RANK, WIDE.num_warps, STEPS=4, R=MOST, BN=WIDE.BN, BM=WIDE.BM, **form)
+    compiled(right, LOW_RANK, STEPS=4, R=4, BN=16, BM=128, **form)
+
+
 if __name__ == "__main__":
     for way in (False, True):
         compiled(split, SPLIT, MOMENTUM=way, BLOCK=BLOCK)
-        compiled(outer, LOW_RANK, OUTER.num_warps, LEAVE=way, R=MOST, BN=OUTER.BN, BM=OUTER.BM)
-    compiled(left, LOW_RANK, LEFT.num_warps, STEPS=4, R=MOST, BN=LEFT.BN, BM=LEFT.BM)
-    compiled(right, LOW_RANK, WIDE.num_warps, STEPS=4, R=MOST, BN=WIDE.BN, BM=WIDE.BM)
-    compiled(right, LOW_RANK, STEPS=4, R=4, BN=16, BM=128)
+        low_rank(way)
     for bits, top in ((4, 7), (8, 127), (1, 0)):
         bucketed(bits, top)
     ternary_ones()

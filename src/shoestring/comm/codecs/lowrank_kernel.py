@@ -1,13 +1,24 @@
 """The kernels of `lowrank`, for devices that Triton compiles for. Import it only where Triton is installed.
 
-Matrices are contiguous: g and e (n, m), P (n, r), Qᵀ (r, m). All but g are fp32. R is r rounded up to a size that
-tl.dot accepts, where it is used. Products are in fp32, not in tf32.
+A launch computes one product each of several matrices of one shape, whose number is the grid's last axis. `table`
+(matrices, 2) in int64 holds the addresses of g and e, which are (n, m); the others are stacks: P (matrices, n, r), Qᵀ
+(matrices, r, m). All is contiguous, and all but g, which is of TYPE, are fp32. ALIGNED: all addresses are multiples of
+16 bytes. R is r rounded up to a size that tl.dot accepts, where it is used. Products are in fp32, not in tf32.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def find(table: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Where the g (column 0) or e (column 1) of this program's matrix begins."""
+    begin = tl.load(table + 2 * tl.program_id(2) + column).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)  # else each entry would be loaded alone
+    return begin
 
 
 @triton.jit
@@ -19,10 +30,9 @@ def block(x: tl.tensor, rows: tl.tensor, cols: tl.tensor, n: tl.tensor, m: tl.te
 
 @triton.jit
 def right(
-    g: tl.tensor,
-    e: tl.tensor,
+    table: tl.tensor,
     Qt: tl.tensor,
-    out: tl.tensor,  # (splits, n, r), fp32: M Q is their sum
+    out: tl.tensor,  # (matrices, splits, n, r), fp32: M Q is the sum over the splits
     n: tl.tensor,
     m: tl.tensor,
     r: tl.tensor,
@@ -30,8 +40,13 @@ def right(
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
     """M Q for M = g + e; each program computes a block of rows from a chunk of columns."""
+    matrix = tl.program_id(2).to(tl.int64)
+    g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
+    Qt += matrix * r * m
     rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
     THIN: tl.constexpr = R < 16  # elementwise products, each summed in its own register until the end
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
@@ -47,16 +62,15 @@ def right(
         total = tl.sum(acc, 2)
     else:
         total = acc
-    place = (split.to(tl.int64) * n + rows[:, None]) * r + ranks[None, :]
+    place = ((matrix * tl.num_programs(1) + split) * n + rows[:, None]) * r + ranks[None, :]
     tl.store(out + place, total, mask=(rows[:, None] < n) & (ranks[None, :] < r))
 
 
 @triton.jit
 def left(
-    g: tl.tensor,
-    e: tl.tensor,
+    table: tl.tensor,
     P: tl.tensor,
-    out: tl.tensor,  # (splits, r, m), fp32: Pᵀ M is their sum
+    out: tl.tensor,  # (matrices, splits, r, m), fp32: Pᵀ M is the sum over the splits
     n: tl.tensor,
     m: tl.tensor,
     r: tl.tensor,
@@ -64,22 +78,26 @@ def left(
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
     """Pᵀ M for M = g + e; each program computes a block of columns from a chunk of rows."""
+    matrix = tl.program_id(2).to(tl.int64)
+    g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
+    P += matrix * n * r
     cols, ranks, split = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, R), tl.program_id(1)
     acc = tl.zeros([R, BM], tl.float32)
     for step in range(STEPS):
         rows = (split * STEPS + step) * BN + tl.arange(0, BN)
         M = block(g, rows, cols, n, m) + block(e, rows, cols, n, m)
         acc += tl.dot(tl.trans(block(P, rows, ranks, n, r)), M, input_precision="ieee")
-    place = (split.to(tl.int64) * r + ranks[:, None]) * m + cols[None, :]
+    place = ((matrix * tl.num_programs(1) + split) * r + ranks[:, None]) * m + cols[None, :]
     tl.store(out + place, acc, mask=(ranks[:, None] < r) & (cols[None, :] < m))
 
 
 @triton.jit
 def outer(
-    g: tl.tensor,
-    e: tl.tensor,
+    table: tl.tensor,
     P: tl.tensor,
     Qt: tl.tensor,
     n: tl.tensor,
@@ -89,8 +107,14 @@ def outer(
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
     """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; each program computes a block of rows and columns."""
+    matrix = tl.program_id(2).to(tl.int64)
+    g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
+    P += matrix * n * r
+    Qt += matrix * r * m
     across = (m + BM - 1) // BM
     place = tl.program_id(0)
     rows, cols = (place // across) * BN + tl.arange(0, BN), (place % across) * BM + tl.arange(0, BM)
@@ -101,4 +125,4 @@ def outer(
         M = block(g, rows, cols, n, m) + block(e, rows, cols, n, m)
         tl.store(e + at, M - product, mask=inside)
     else:
-        tl.store(g + at, product.to(g.dtype.element_ty), mask=inside)
+        tl.store(g + at, product.to(TYPE), mask=inside)

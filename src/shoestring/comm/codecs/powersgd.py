@@ -15,15 +15,24 @@ rows. With Q as (m, r) they take three to four times as long on a CPU.
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, Mean
 from shoestring.comm.codecs.dense import flatten, unflatten
-from shoestring.comm.codecs.lowrank import Matrix, build_sum, decode, keep_remainder, multiply, project, undo_sum
+from shoestring.comm.codecs.lowrank import (
+    Matrix,
+    MatrixBatch,
+    build_sum,
+    decode,
+    keep_remainder,
+    make_batches,
+    multiply,
+    project,
+    undo_sum,
+)
 
 RELATIVE_JITTER = 1e-12  # relative to the trace: keeps the factorisation defined for matrices of lower rank
 
@@ -57,71 +66,79 @@ class PowerSGDCodec(Codec):
         self.stages = 1 if alternate else 2
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        paying = [name for name, grad in grads.items() if context.step >= self.start and self._pays(grad)]
-        low = {name: grads[name].view(len(grads[name]), -1) for name in paying}
+        low = {name: grad for name, grad in grads.items() if context.step >= self.start and self._pays(grad)}
         whole = [grad for name, grad in grads.items() if name not in low]
-        matrices = [self._matrix(name, grad) for name, grad in low.items()]
-        if not matrices:
+        if not low:
             yield from average_tensors([], whole)
-        elif self.alternate:
-            yield from self._half(matrices, whole)
+            return
+        batches = make_batches([self._matrix(name, grad) for name, grad in low.items()])
+        if self.alternate:
+            yield from self._half(batches, whole)
         else:
-            yield from self._iteration(matrices, whole)
+            yield from self._iteration(batches, whole)
 
-    def _iteration(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
+    def _iteration(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
         """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
-        P = multiply(matrices)
+        P = multiply(batches)
         yield from average_tensors(P, whole, self.dtype)
         orthogonalise(P)
-        for matrix in matrices:
-            build_sum(matrix)
-        own = [project(matrix, P_) for matrix, P_ in zip(matrices, P, strict=True)]
+        for batch in batches:
+            build_sum(batch)
+        own = [project(batch, P_) for batch, P_ in zip(batches, P, strict=True)]
         mean = [Qt.clone() for Qt in own]
         try:
             yield from average_tensors(mean, [], self.dtype)
         except GeneratorExit:
-            for matrix in matrices:
-                undo_sum(matrix)
+            for batch in batches:
+                undo_sum(batch)
             raise
-        for matrix, P_, own_, mean_ in zip(matrices, P, own, mean, strict=True):
-            keep_remainder(matrix, P_, own_)
-            decode(matrix, P_, mean_)
-            self.state["Qt"][matrix.name] = mean_
+        for batch, P_, own_, mean_ in zip(batches, P, own, mean, strict=True):
+            keep_remainder(batch, P_, own_)
+            decode(batch, P_, mean_)
+            self.state["Qt"].update(zip(batch.names, mean_, strict=True))
 
-    def _half(self, matrices: list[Matrix], whole: list[Tensor]) -> Coding:
+    def _half(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
         """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P is the next basis.
 
         At every other step Q = mean(Mᵀ P) for an orthonormal P, and Q is the next basis.
         """
-        matrices = _orthonormalise_bases(matrices)
-        own = multiply(matrices)
+        orthogonalise([batch.basis.mT if batch.right else batch.basis for batch in batches])
+        own = multiply(batches)
         mean = [product.clone() for product in own]
         yield from average_tensors(mean, whole, self.dtype)
-        for matrix, own_, mean_ in zip(matrices, own, mean, strict=True):
-            P, Qt, kind, other = (own_, matrix.Qt, "P", "Qt") if matrix.P is None else (matrix.P, own_, "Qt", "P")
-            assert P is not None and Qt is not None
-            build_sum(matrix)
-            keep_remainder(matrix, P, Qt)
-            decode(matrix, *((mean_, Qt) if matrix.P is None else (P, mean_)))
-            del self.state[other][matrix.name]
-            self.state[kind][matrix.name] = mean_
+        for batch, own_, mean_ in zip(batches, own, mean, strict=True):
+            build_sum(batch)
+            keep_remainder(batch, *((own_, batch.basis) if batch.right else (batch.basis, own_)))
+            decode(batch, *((mean_, batch.basis) if batch.right else (batch.basis, mean_)))
+            kind, other = ("P", "Qt") if batch.right else ("Qt", "P")
+            self.state[kind].update(zip(batch.names, mean_, strict=True))
+            for name in batch.names:
+                del self.state[other][name]
 
     def _pays(self, grad: Tensor) -> bool:
         if grad.ndim < 2 or not grad.numel():
             return False
-        n, m = len(grad), grad[0].numel()
+        n = len(grad)
+        m = grad.numel() // n
         return (n + m) * min(self.rank, n, m) * self.least < n * m
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
         """A matrix with the basis from the step before; at first with a random basis, the same on all ranks."""
+        if grad.ndim > 2:
+            grad = grad.view(len(grad), -1)
         rank, residual = min(self.rank, *grad.shape), self.get_state("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         if name not in P and name not in Qt:
-            Qt[name] = torch.randn(rank, grad.shape[1], generator=generator).to(grad.device)
-        if name in P:
-            return Matrix(name, grad, residual, resize_basis(P[name].t(), rank, generator).t(), None)
-        return Matrix(name, grad, residual, None, resize_basis(Qt[name], rank, generator))
+            Qt[name] = torch.randn(rank, grad.shape[1], generator=self._generator(name)).to(grad.device)
+        right = name not in P
+        basis = Qt[name] if right else P[name]
+        if basis.shape[0 if right else 1] != rank:
+            generator = self._generator(name)
+            basis = resize_basis(basis, rank, generator) if right else resize_basis(basis.t(), rank, generator).t()
+        return Matrix(name, grad, residual, basis, right)
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
 
 
 def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
@@ -142,35 +159,20 @@ def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dty
         unflatten(answer, tensors)
 
 
-def _orthonormalise_bases(matrices: list[Matrix]) -> list[Matrix]:
-    """The matrices with orthonormal bases, which are copies."""
-    copies = [
-        replace(
-            matrix,
-            P=None if matrix.P is None else matrix.P.clone(),
-            Qt=None if matrix.Qt is None else matrix.Qt.clone(),
-        )
-        for matrix in matrices
-    ]
-    bases = [(matrix.P, None if matrix.Qt is None else matrix.Qt.t()) for matrix in copies]
-    orthogonalise([basis for pair in bases for basis in pair if basis is not None])
-    return copies
-
-
-def orthogonalise(matrices: list[Tensor]) -> None:
-    """Make the columns of each (n, r) matrix orthonormal, in place; all matrices of one shape at once.
+def orthogonalise(stacks: Sequence[Tensor]) -> None:
+    """Make the columns of each (n, r) matrix orthonormal, in place, of stacks (matrices, n, r).
 
     By Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It is in fp64, because G squares the
     condition number. A matrix of lower rank gets as many orthogonal columns as its rank, and small ones beyond.
     """
-    shapes: dict[torch.Size, list[Tensor]] = {}
-    for matrix in matrices:
-        shapes.setdefault(matrix.shape, []).append(matrix)
-    for same_shape in shapes.values():
-        A = torch.stack(same_shape).double()
-        G = A.mT @ A
+    ranks: dict[int, list[Tensor]] = {}
+    for stack in stacks:
+        ranks.setdefault(stack.shape[-1], []).append(stack)
+    for same_rank in ranks.values():
+        As = [stack.double() for stack in same_rank]
+        G = torch.cat([A.mT @ A for A in As])
         trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
         G += torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) * (RELATIVE_JITTER * trace + 1e-200)
-        L = torch.linalg.cholesky_ex(G)[0]
-        solved = torch.linalg.solve_triangular(L, A.mT, upper=False).mT
-        foreach_copy_(same_shape, list(solved))
+        Ls = torch.linalg.cholesky_ex(G)[0].split([len(A) for A in As])
+        for stack, A, L in zip(same_rank, As, Ls, strict=True):
+            stack.copy_(torch.linalg.solve_triangular(L, A.mT, upper=False).mT)
