@@ -129,7 +129,7 @@ def turns(rounds: int = ROUNDS) -> Turns:
     import torch
 
     from shoestring.checkpoint import Tiered
-    from shoestring.checkpoint.tiers.save_schedule import MEMORY
+    from shoestring.checkpoint.tiers.save_schedule import MEMORY, CheckpointSchedule
     from shoestring.models.gpt import gpt1b
 
     with torch.device("cuda"):
@@ -141,9 +141,10 @@ def turns(rounds: int = ROUNDS) -> Turns:
             while run.copied < (SLOTS + 1) * found.nbytes or not found.nbytes:  # until every slot was filled once
                 run.job.step(*run.batches)
                 found.nbytes = found.nbytes or run.copied
-            every_of = run.job.kept["checkpoint"].state.steps
+            schedule = run.job.kept["checkpoint"].state
+            assert isinstance(schedule, CheckpointSchedule)
             for _, every in product(range(rounds), EVERY):
-                every_of[MEMORY] = every
+                schedule.steps[MEMORY] = every
                 run.steps(WARM)
                 before, told = run.copied, run.job.trace.facts["checkpoint_stall"]
                 found.blocks[every].append(Block(*run.steps(STEPS)))

@@ -194,13 +194,15 @@ class Slot:
     def _path(self, key: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{key}")
 
+    def _file(self, key: str) -> tuple[Path, int, int] | None:
+        return self._rooms[key].file if key in self._rooms else None
+
     def seal(self, checkpoint: CheckpointId, notes: Mapping[str, Any] | None = None) -> Record:
         """Say that everything is in it; checksums are of what it holds now."""
         parts = {
-            name: Entry(self._path(key).name, len(data), tuple(self.sums(data, room and room.file)))
+            name: Entry(self._path(key).name, len(data), tuple(self.sums(data, self._file(key))))
             for name, data in self._parts.items()
             for key in [name.partition("-")[0]]
-            for room in [self._rooms.get(key)]
         }
         record = Record(checkpoint, parts, notes or {})
         if not self.lacking and not all(room.stands for room in self._rooms.values()):

@@ -62,7 +62,7 @@ class Copies:
                 first, size = index, 0
 
 
-class Order:
+class CopyOrder:
     """Where in a slot everything goes, and when: the same for its next checkpoint as long as what is copied beside the
     next pass lies where it lay.
 
@@ -249,8 +249,8 @@ class Stager:
         slot.begin()
         places = [slot.begin_part(name, draft) for name, draft in drafts.items()]
         sources = [source for draft in drafts.values() for source in draft.sources]
-        if not (isinstance(slot.order, Order) and slot.order.holds(places, sources)):
-            slot.order = Order(places, sources, self.stable() if self.overlap else ())
+        if not (isinstance(slot.order, CopyOrder) and slot.order.holds(places, sources)):
+            slot.order = CopyOrder(places, sources, self.stable() if self.overlap else ())
         now, later = slot.order.copies(sources)
         self.nbytes = now.nbytes + later.nbytes
         now.do()

@@ -29,7 +29,7 @@ class Blocks:
 
 
 LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the best of several on an H100
-PROGRAMS = 512  # number of programs of a launch that keeps a GPU busy
+PROGRAMS = 2048  # number of programs of a launch that keeps a GPU busy
 MOST = 64  # the largest rank whose program fits the 99 kB of shared memory of a GeForce
 _SMALLEST = 16  # smallest side of a block's product
 
