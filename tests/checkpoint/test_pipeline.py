@@ -1,5 +1,6 @@
 """Checkpoints that are due before the one before is sealed: they take other slots, never the newest that all have."""
 
+import errno
 import threading
 from dataclasses import replace
 from functools import partial
@@ -18,15 +19,19 @@ from shoestring.testing.checkpointing.known import KnownState
 
 
 class Gated(Files):
-    """Nothing is sealed while the gate is closed."""
+    """Nothing is sealed while the gate is closed, or there is no room for seals."""
 
     def __init__(self):
         self.gate = threading.Event()
         self.gate.set()
 
+        self.full = False
+
     def replace(self, path, data, *, durable=True):
         if path.name.endswith(SEAL):
             self.gate.wait(30)
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
         super().replace(path, data, durable=durable)
 
 
@@ -97,6 +102,27 @@ def test_with_two_slots_one_checkpoint_is_under_way_at_a_time(rig):
     found.files.gate.set()
     found.checkpointer.drain()
     assert found.held() == [2, 3]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_what_is_safe_in_memory_stays_while_later_checkpoints_cannot_be_sealed(rig, slots):
+    found = rig(slots=slots)
+    for _ in range(4):
+        found.step()
+        found.checkpointer.drain()
+    assert found.checkpointer.safe["memory"] == 3  # and 4 is sealed, which is agreed on a step later
+    found.files.full = True
+    for _ in range(6):
+        found.step()
+        found.checkpointer.drain()
+        assert 4 in found.held()
+    newest = max(each.checkpoint.step for each in found.checkpointer.own if each.checkpoint)
+    assert newest == 10  # what is staged goes on, for the disk
+    found.files.full = False
+    for _ in range(4):
+        found.step()
+        found.checkpointer.drain()
+    assert 4 not in found.held() and found.checkpointer.safe["memory"] == 13
 
 
 def test_memory_for_what_a_gpu_holds_is_reserved_beside_training(rig, monkeypatch):

@@ -84,6 +84,8 @@ class Checkpointer:
         self._staged = 0  # the newest step that was staged, on all ranks
         self._sealed = 0  # the newest step that is sealed, on this one
         self._lasts = True  # and whether that outlives the process
+        self._agreed = (0, True)  # what all ranks have agreed on of both
+        self._lasting = 0  # the newest step that outlives all of them
         self._refused = ""  # why nothing is sealed any more
         self._fits: bool | None = None  # whether the host's memory has room for the own slots
         self.copied = 0  # bytes
@@ -168,7 +170,7 @@ class Checkpointer:
         """What the ranks decide by; the least of each counts."""
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
-        slot = self._slot(self._sealed)
+        slot = self._slot(self._sealed, self._agreed[1])
         newest = next((each for each in self.own if each.checkpoint and each.checkpoint.step == self._sealed), None)
         lasts = self._lasts and (newest is None or newest.stands)
         return [
@@ -180,16 +182,21 @@ class Checkpointer:
             *(-each for each in self.schedule.costs()),
         ]
 
-    def _slot(self, sealed: int) -> Slot | None:
+    def _slot(self, sealed: int, lasts: bool) -> Slot | None:
         """The own slot to fill next; None while there is none.
 
         Never one that is being filled or sealed, nor that of the newest checkpoint that all ranks have sealed or of a
-        newer one; nor that whose checkpoint the peers have, for a lost host needs it on all others.
+        newer one; nor that whose checkpoint the peers have, for a lost host needs it on all others. Where the newest
+        does not outlive the process on some rank, it may be filled, but not that of the newest step that does on all.
         """
         held = [self.keeper.pinned, self.keeper.reads]
         held += [each for each, work in self._under_way.items() if not work.done()]
-        free = [each for each in self.own if each not in held and _needed(each) <= sealed]
+        held += [] if lasts else [each for each in self.own if self._is_lasting(each)]
+        free = [each for each in self.own if each not in held and _needed(each) <= sealed + (not lasts)]
         return oldest(free) if free else None
+
+    def _is_lasting(self, slot: Slot) -> bool:
+        return slot.checkpoint is not None and slot.checkpoint.step == self._lasting
 
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
         """Stage a checkpoint, unless that would overwrite the newest that all ranks have sealed."""
@@ -201,6 +208,8 @@ class Checkpointer:
             self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
         self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
+        self._agreed = int(sealed), lasts > 0
+        self._lasting = self.safe[MEMORY] or self._lasting
         self.schedule.outlives = lasts > 0
         if lasts < 0:  # on any rank there is no room, nor will there be
             self.schedule.drop(MEMORY, PEERS)
@@ -208,8 +217,8 @@ class Checkpointer:
         self.schedule.total = self.progress.total
         if self.world.first and (news := self.schedule.news()):
             log.info("checkpoint.tiered: %s", news)
-        slot = self._slot(int(sealed))
-        if slot is None or -needed > sealed:
+        slot = self._slot(*self._agreed) or self._slot(int(sealed), True)
+        if slot is None or -needed > sealed + (not self._agreed[1]):
             self.schedule.postpone(due)
             return
         further = due & {PEERS, DISK} if idle else set()
@@ -299,7 +308,8 @@ class Checkpointer:
         if self.claim.unrecorded:
             self.claim.record(self.group)
         checkpoint = self._checkpoint(step)
-        slot = self._slot(self._sealed) or oldest(self.own)
+        slot = self._slot(self._sealed, self._agreed[1])
+        slot = slot or oldest([each for each in self.own if not self._is_lasting(each)] or self.own)
         self.world.agree(lambda: self.stage(slot, checkpoint))
         self.stager.finish()
         self._last = True
