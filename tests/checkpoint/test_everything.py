@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoestring.testing.checkpointing import everything
 from shoestring.testing.checkpointing.damage import DAMAGES
 from shoestring.testing.checkpointing.drawn_plans import POINTS, STEPPED, smallest
 from shoestring.testing.checkpointing.everything import FaultPlan, Rig, Round
@@ -29,6 +30,9 @@ PLANS = {
             rival="here",
         ),),
     ),
+    "two starts at once, the clock of one of which goes back": FaultPlan(
+        under=REPLAYED, rounds=(Round(strikes=(strike("clock", "after forward", 3, 60),), rival="here"),),
+    ),
     "another host takes over a run whose clock goes back": FaultPlan(
         under="fsdp", hosts=2, rounds=(Round(
             strikes=(strike("clock", "lock: lock", amount=86400), KILLED), rival="elsewhere", agent=False,
@@ -41,6 +45,15 @@ PLANS = {
         ),
     ),
 }  # fmt: skip
+
+
+def test_a_start_that_tells_of_no_step_for_too_long_hangs(rig, monkeypatch):
+    monkeypatch.setattr(everything, "ENDS", 0)
+    monkeypatch.setattr(everything, "BUSY", 2.5)  # seconds, less than an exchange may take
+    silent = FaultPlan(rounds=(Round(strikes=(strike("slow", "after forward", 1, 1.0),)),))
+    assert rig.judge(silent).wrong == ("start 0 hung",)
+    slow = FaultPlan(rounds=(Round(strikes=(strike("slow", "after forward", 1, 2e4),)),))
+    assert rig.judge(slow).wrong == ()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from shoestring.testing.fork_server import ForkedProcess
 
 RANKS, STEPS = 2, 9
 TIMEOUT, PATIENT = 15.0, 180.0  # seconds that an exchange may take: in a start that is struck, and in the last one
-ENDS, BUSY = 6, 60.0  # how many timeouts a start may take to end, and the seconds that it may take besides
+ENDS, BUSY = 6, 60.0  # how many timeouts a start may take without a step, and the seconds that it may take besides
 GRACE = 0.03  # seconds until an agent ends the other ranks
 REFUSED = (*REFUSALS, "holds no checkpoint of the newest start")
 """Words of a refusal to begin beside checkpoints that cannot be used."""
@@ -105,12 +105,18 @@ class Start:
 
     task: FaultyRun
     ranks: Sequence[ForkedProcess]
-    ends: float
-    """When all its ranks must have ended."""
+    allowed: float
+    """Seconds in which it must end, or tell of a step."""
+    ends: float = field(init=False)
+    told: int = 0
+    """The number of its lines then."""
     failed_at: float = 0.0
     hung: bool = False
     seen: dict[int, float] = field(default_factory=dict)
     """When ranks were found stopped."""
+
+    def __post_init__(self) -> None:
+        self.ends = time.monotonic() + self.allowed
 
     @property
     def over(self) -> bool:
@@ -132,7 +138,10 @@ class Start:
                 if now >= self.seen.setdefault(number, now) + seconds:
                     rank.resume()
                     del self.seen[number]
-        self.hung = self.hung or (now > self.ends and not self.over)
+        if now > self.ends and not self.over:  # on a slow link steps may take nearly a timeout each
+            told = [line for path in self.task.place.glob("told-*.jsonl") for line in lines(path)]
+            before, self.told = self.told, sum(line[0] == self.task.start for line in told)
+            self.ends, self.hung = now + self.allowed, self.told == before
         if (agent and self.failed_at and now > self.failed_at + GRACE) or self.hung:
             for rank in self.ranks:
                 rank.kill()
@@ -234,7 +243,7 @@ class Everything:
             for rank in range(RANKS)
         ]
         stopped = sum(strike.amount for strike in strikes if strike.kind == "stop")
-        return Start(task, ranks, time.monotonic() + ENDS * timeout + BUSY + stopped)
+        return Start(task, ranks, ENDS * timeout + BUSY + stopped)
 
     def said(self, rank: int) -> str:
         path = self.task.place / f"said-{rank}.txt"
