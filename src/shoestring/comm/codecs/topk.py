@@ -182,7 +182,14 @@ def select_exact(x: Tensor, k: int) -> Tensor:
     """The k largest magnitudes."""
     if x.is_cuda or 4 * k > len(x):
         return x.abs().topk(k, sorted=False).indices.sort().values
-    return keep_largest(x, _candidates(x, k), k)
+    hits = _candidates(x, k)
+    return hits[keep_largest(x[hits], k)]
+
+
+def select_of_few(x: Tensor, k: int) -> Tensor:
+    """`select_exact` where about k are not zero."""
+    hits = x.nonzero().view(-1) if x.is_cuda else indices_above(x, 0.0)
+    return hits[keep_largest(x[hits], k)] if len(hits) >= k else _filled(hits, k)
 
 
 def select_sampled(x: Tensor, k: int) -> Tensor:
@@ -191,7 +198,7 @@ def select_sampled(x: Tensor, k: int) -> Tensor:
         return select_exact(x, k)
     hits = _candidates(x, k)
     if len(hits) > 1.3 * k:
-        return keep_largest(x, hits, k)
+        return hits[keep_largest(x[hits], k)]
     return hits[torch.arange(k, device=x.device) * len(hits) // k]
 
 
@@ -268,9 +275,12 @@ def estimate_thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]
     return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
 
 
-def keep_largest(x: Tensor, hits: Tensor, k: int) -> Tensor:
-    """Those k of the indices `hits` at which x is largest in magnitude."""
-    return hits[x[hits].abs().topk(k, sorted=False).indices.sort().values]
+def keep_largest(values: Tensor, k: int) -> Tensor:
+    """Ascending places (k,) of the k largest magnitudes of some values; of equal ones, the first."""
+    sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    least = sizes.topk(k, sorted=False).values.amin()
+    larger, equal = sizes > least, sizes == least
+    return (larger | (equal & (equal.cumsum(0) <= k - larger.sum()))).nonzero().view(-1)
 
 
 def _filled(hits: Tensor, k: int) -> Tensor:
