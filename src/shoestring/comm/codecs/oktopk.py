@@ -19,11 +19,10 @@ from torch import Tensor
 
 from shoestring.comm.codecs.bits import decode_indices, encode_indices
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Coding, ExchangeContext, Grads
-from shoestring.comm.codecs.fused import WeightedSum
+from shoestring.comm.codecs.fused import keep_largest
 from shoestring.comm.codecs.topk import (
     FlatCodec,
     count_entries,
-    keep_largest,
     select_entries,
     select_of_few,
     sum_entries,
@@ -60,10 +59,11 @@ class OkTopKCodec(FlatCodec):
         k = count_entries(n, self.density)
         room, share = min(n, math.ceil(self.slack * k / context.size)), min(n, math.ceil(k / context.size))
         e = self.flat_state("residual", grads)
-        M = self.flatten(grads)
+        terms = self.weigh(grads, e)
+        M = terms.g
         hits = [self.get_state("hits", name, M.new_empty(())) for name in grads]
         bounds = balance_regions([int(count) for count in torch.stack(hits).tolist()], sizes, context.size)
-        chosen, values = select_entries(WeightedSum(M, e), k, "exact")  # builds M = g + e
+        chosen, values = select_entries(terms, k, "exact")  # builds M = g + e
         where, what = _rows(chosen, values, bounds, room)
         sent = (what + 0 * values[0]).to(self.dtype)  # padding too tells whether M is finite
         mine, theirs = yield [AllToAll(encode_indices(where, n)), AllToAll(sent)]
@@ -80,13 +80,13 @@ class OkTopKCodec(FlatCodec):
         answers = yield [AllGather(encode_indices(largest[None], n)[0]), AllGather(rounded)]
 
         indices, values = decode_indices(answers[0], share, n), answers[1].float()
-        average = sum_entries(indices, values / context.size, out=e)
         delivered = _spread(where, sent, n).flatten()
-        M.index_add_(0, delivered, sent.float().flatten() * (average[delivered] != 0), alpha=-1)
+        e.index_fill_(0, delivered, 0)
+        self.deliver(grads, terms.table, indices, values / context.size, out=e)  # the average is in e, here at least
+        M.index_add_(0, delivered, sent.float().flatten() * (e[delivered] != 0), alpha=-1)
         M.index_add_(0, largest, (sums - rounded.float()) * (rounded != 0))
         self.replace_state("residual", grads, M)
         self._count_hits(grads, hits, sizes, indices, values)
-        self.unflatten(grads, average)
 
     def _count_hits(
         self, grads: Grads, hits: list[Tensor], sizes: Sequence[int], indices: Tensor, values: Tensor
