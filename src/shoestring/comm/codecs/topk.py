@@ -204,8 +204,11 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
     """Select ascending indices (k,) and values of one sum of terms, by the one-pass kernel where it is available."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k)
-        if picked := fused.pick_entries(terms, k, threshold, largest=selection == "exact"):
+        exact = selection == "exact"  # then further entries cost little, and too few a pass over all
+        threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
+        if exact:
+            threshold = threshold.nextafter(threshold.new_zeros(()))  # below entries that are equal to the threshold
+        if picked := fused.pick_entries(terms, k, threshold, largest=exact):
             return picked
         M = terms.g
     else:
@@ -307,11 +310,14 @@ def _stride(n: int, k: int) -> int:
     return max(1, k // RANK, n // SAMPLES) | 1
 
 
-def estimate_thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely."""
+def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> tuple[Tensor, Tensor]:
+    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely.
+
+    The first is so many standard deviations below the k-th magnitude.
+    """
     rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
-    return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
+    return ordered[min(len(ordered) - 1, int(rank + sigmas * rank**0.5))], ordered[-1]
 
 
 def _filled(hits: Tensor, k: int) -> Tensor:
