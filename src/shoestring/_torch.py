@@ -43,6 +43,7 @@ foreach_sqrt = torch._foreach_sqrt
 foreach_sub_ = torch._foreach_sub_
 
 foreach_sub = torch._foreach_sub
+foreach_zero_ = torch._foreach_zero_
 
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """(tensors, found, factor): multiply each by the 0-d tensor `factor` in place; `found` (1,) becomes 1 where an entry

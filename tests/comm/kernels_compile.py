@@ -9,13 +9,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shoestring.comm.codecs import bucket_kernel, kernel_buckets, ternary, ternary_kernel
-from shoestring.comm.codecs.fused import BLOCK
-from shoestring.comm.codecs.fused_kernel import split
+from shoestring.comm.codecs import bucket_kernel, fused_kernel, kernel_buckets, ternary, ternary_kernel
+from shoestring.comm.codecs.grad_table import BLOCK, ROWS
 from shoestring.comm.codecs.lowrank import LEFT, MOST, OUTER, WIDE
 from shoestring.comm.codecs.lowrank_kernel import left, outer, right
 
-SPLIT = {"n": "i64", "scale": "fp32", "momentum": "fp32", "room": "i32", "indices": "*i64", "count": "*i32"}
+ENTRIES = dict.fromkeys(("table", "indices", "ends"), "*i64") | dict.fromkeys(("scale", "momentum"), "fp32")
+ENTRIES |= dict.fromkeys(("bits", "counts"), "*i32") | dict.fromkeys(("count", "stride", "blocks", "tensors"), "i32")
 BYTES = dict.fromkeys(("codes", "sent", "fine"), "*u8")
 BUCKETS = {"table": "*i64", **BYTES}
 LOW_RANK = {"table": "*i64", "n": "i32", "m": "i32", "r": "i32"}
@@ -71,9 +71,21 @@ def low_rank(aligned: bool) -> None:
     compiled(right, LOW_RANK, STEPS=4, R=4, BN=16, BM=128, **form)
 
 
-if __name__ == "__main__":
+def tables() -> None:
+    """Of gradients where they lie."""
     for way in (False, True):
-        compiled(split, SPLIT, MOMENTUM=way, BLOCK=BLOCK)
+        form = {"ALIGNED": way, "KIND": 1, "TYPE": tl.bfloat16, "DEPTH": 7, "BLOCK": BLOCK}
+        compiled(fused_kernel.split, ENTRIES, MOMENTUM=way, **form)
+        compiled(fused_kernel.accelerate, ENTRIES, NESTEROV=way, **form)
+        del form["ALIGNED"]
+        compiled(fused_kernel.sample, ENTRIES, MOMENTUM=way, **form)
+        compiled(fused_kernel.scatter, ENTRIES, **form)
+    compiled(fused_kernel.collect, ENTRIES, DEPTH=7, ROWS=ROWS, WORDS=BLOCK // 32)
+
+
+if __name__ == "__main__":
+    tables()
+    for way in (False, True):
         low_rank(way)
     for bits, top in ((4, 7), (8, 127), (1, 0)):
         bucketed(bits, top)

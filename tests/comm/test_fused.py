@@ -12,9 +12,9 @@ from sparse_ranks import RANKS, gradients
 
 from shoestring.comm.codecs import fused
 from shoestring.comm.codecs.dgc import DGCCodec
-from shoestring.comm.codecs.fused import WeightedSum
+from shoestring.comm.codecs.fused import WeightedSum, keep_largest
 from shoestring.comm.codecs.lockstep import run_lockstep
-from shoestring.comm.codecs.topk import TopKCodec
+from shoestring.comm.codecs.topk import TopKCodec, select_entries
 
 VARIANTS = [
     partial(TopKCodec, 0.05),
@@ -66,6 +66,17 @@ def test_the_fused_path_keeps_the_contract(make, fusing):
     contract.assert_untouched_when_given_up(make)
     contract.assert_exposes(make, "matrix", 39)
     assert fusing
+
+
+@pytest.mark.parametrize(("n", "k", "levels"), [(20_000, 200, 8), (100_000, 2000, 10**6)])
+def test_exact_selection_hardly_ever_takes_too_few(n, k, levels, fusing):
+    """Of values of few bits, as gradients in bf16 are: many are equal to the threshold. And by a small sample."""
+    for seed in range(40):
+        g = torch.randn(n, generator=torch.Generator().manual_seed(seed)).mul(levels).round().div(levels)
+        expected = keep_largest(g, k)
+        indices, _ = select_entries(WeightedSum(g, torch.zeros_like(g)), k, "exact")
+        assert torch.equal(indices, expected)
+    assert min(fusing) >= k
 
 
 @pytest.mark.parametrize("threshold", [0.0, 5.0])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
 from shoestring.comm.codecs.lockstep import run_lockstep
-from shoestring.comm.codecs.oktopk import OkTopKCodec, balance_regions
-from shoestring.comm.codecs.topk import TopKCodec
+from shoestring.comm.codecs.oktopk import OkTopKCodec, _spread, balance_regions
+from shoestring.comm.codecs.topk import TopKCodec, select_exact, select_of_few
 
 VARIANTS = [
     partial(OkTopKCodec, 0.05),
@@ -108,3 +108,31 @@ def test_what_a_message_has_no_room_for_is_the_least():
     run_lockstep(codecs, grads)
     assert grads[0]["w"].tolist() == [0, 7, 6, 0, 0, 0]
     assert codecs[0].state["residual"]["w"].tolist() == [5, 0, 0, 0, 0, 1]
+
+
+def test_padding_is_never_added_twice_at_one_place():
+    """Which a GPU would do one after the other; nothing is added there, and what is sent stays where it was."""
+    indices, values = torch.tensor([[3, 5, 9, 9, 9], [11, 12, 19, 19, 19]]), torch.tensor([[1.0, 2, 0, 0, 0]] * 2)
+    spread = _spread(indices, values, 20)
+    assert torch.equal(spread[values != 0], indices[values != 0])
+    assert spread[values == 0].unique().numel() == 6
+    assert _spread(indices, values, 4)[values == 0].max() < 4
+
+
+@pytest.mark.parametrize("k", [1, 90, 100, 130, 1000])
+def test_the_largest_of_few_are_the_largest(k):
+    x = torch.zeros(1000)
+    x[torch.randperm(1000, generator=torch.Generator().manual_seed(k))[:100]] = torch.arange(100) - 50.5
+    found = select_of_few(x, k)
+    assert torch.equal(found, found.unique()) and len(found) == k
+    assert torch.equal(x[found].abs().sort().values, x[select_exact(x, k)].abs().sort().values)
+
+
+def test_hits_are_counted_by_parameter():
+    """A parameter's hits are its entries in the last sums, and half of those before."""
+    codecs, counts = [OkTopKCodec(0.05) for _ in range(3)], dict.fromkeys(contract.SHAPES, 0.0)
+    for step in range(5):
+        grads = gradients(step)
+        run_lockstep(codecs, grads, step)
+        counts = {name: counts[name] // 2 + int((grads[0][name] != 0).sum()) for name in counts}
+        assert {name: float(hits) for name, hits in codecs[2].state["hits"].items()} == counts

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
+from shoestring.comm.codecs.fused import keep_largest
 from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.topk import (
     TopKCodec,
@@ -54,6 +55,18 @@ def test_exact_is_the_largest_magnitudes(seed, n, density, kind):
     found = select_exact(x, k)
     assert torch.equal(found, found.unique())
     assert torch.equal(x[found].abs().sort().values, x.abs().sort().values[n - k :])
+
+
+@given(seed=st.integers(0, 2**20), n=st.integers(1, 300), density=st.floats(0, 1), kind=KINDS)
+@settings(max_examples=60, deadline=None)
+def test_of_equal_magnitudes_the_first_are_kept(seed, n, density, kind):
+    x, k = vector(seed, n, kind), count_entries(n, density)
+    assert torch.equal(keep_largest(x, k), x.abs().sort(descending=True, stable=True).indices[:k].sort().values)
+
+
+def test_what_is_not_finite_is_kept_first():
+    x = torch.tensor([1.0, math.nan, 3, -math.inf, math.inf, 2])
+    assert [keep_largest(x, k).tolist() for k in (2, 3, 4)] == [[1, 3], [1, 3, 4], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("select", [select_sampled, select_mstopk])

@@ -84,10 +84,10 @@ def decode_indices(packed: Tensor, count: int, n: int) -> Tensor:
     """The inverse of `encode_indices`: (rows, count), int64."""
     rows, low = len(packed), _low_bits(count, n)
     length = packed_bytes(count, low) if low else 0
-    marks = unpack(packed[:, length:], 1, _marks(count, n, low))
-    positions = marks.nonzero()[:, 1].view(rows, count)
-    high = positions - _places(positions)
-    return high << low | unpack(packed[:, :length], low, count) if low else high
+    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # with padding, which is zero
+    before = torch.arange(rows, device=packed.device)[:, None] * marks.shape[1]
+    high = marks.view(-1).nonzero().view(rows, count).sub_(_places(marks[:, :count])).sub_(before)
+    return torch.add(unpack(packed[:, :length], low, count), high, alpha=2**low) if low else high
 
 
 def _low_bits(count: int, n: int) -> int:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_mul_
 from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
-from shoestring.comm.codecs.fused import WeightedSum
 from shoestring.comm.codecs.topk import Selection, SparseCodec, WireType
 
 STAGES = 5  # stages of the warm-up
@@ -60,21 +59,24 @@ class DGCCodec(SparseCodec):
             yield from self._exchange_dense(dense)
             return
         whole = [Mean(self.flatten(dense))] if dense else []
-        u, v, g = self.flat_state("velocity", sparse), self.flat_state("residual", sparse), self.flatten(sparse)
-        terms = WeightedSum(
-            g, v, u, 1 + self.momentum if self.nesterov else 1.0, self.momentum
-        )  # the next v; u must wait
+        u, v = self.flat_state("velocity", sparse), self.flat_state("residual", sparse)
+        scale = 1 + self.momentum if self.nesterov else 1.0
+        terms = self.weigh(sparse, v, u, scale, self.momentum)  # the next v; u must wait
+        M = terms.g
         indices, values = self.select(terms, [grad.numel() for grad in sparse.values()], self.density_at(context.step))
-        requests, sent = self.encode(indices, values, len(g))
+        requests, sent = self.encode(indices, values, len(M))
         answers = yield [*whole, *requests]
         if dense:
             self._deliver(dense, answers[0])
-        self._accelerate(u, self.get_states("velocity", sparse), list(sparse.values()))
+        if terms.table is not None:
+            terms.table.accelerate(u, self.momentum, nesterov=self.nesterov)
+        else:
+            self._accelerate(u, self.get_states("velocity", sparse), list(sparse.values()))
         if self.masking:
             u[indices] = 0
-        g[indices] = values - sent
-        self.replace_state("residual", sparse, g)
-        self.unflatten(sparse, self.decode(answers[len(whole) :], len(indices), out=v))
+        M[indices] = values - sent
+        self.replace_state("residual", sparse, M)
+        self.deliver(sparse, terms.table, *self.decode(answers[len(whole) :], len(indices), len(M)), out=v)
 
     def density_at(self, step: int) -> float:
         stage = STAGES if step >= self.warmup else step * STAGES // self.warmup + 1

@@ -1,40 +1,43 @@
 """Selection by a threshold and error feedback in one pass over memory, on devices that Triton compiles for.
 
-The kernel reads gradient and residual once, and writes the new residual and the entries above the threshold once.
-Torch's own operations read and write memory more than three times as often.
+The kernel reads gradient and residual once, and writes their sum and a bit for each entry, by which the entries above
+the threshold are then collected. Torch's own operations read and write memory more than three times as often.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-BLOCK = 2048  # entries that one program processes
+from shoestring.comm.codecs.grad_table import GradTable, has_kernels
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """M = scale g + e + momentum u, of flat fp32 tensors (n,). It is built in place of `g`; `e` and `u` stay."""
+    """M = scale g + e + momentum u, in fp32 (n,). It is built in `g`; `e` and `u` stay."""
 
     g: Tensor
     e: Tensor
     u: Tensor | None = None
     scale: float = 1.0
     momentum: float = 0.0
+    table: GradTable | None = None
+    """Where the gradients lie, if they are not in `g` yet."""
 
     def __len__(self) -> int:
         return len(self.g)
 
     def part(self, some: slice) -> WeightedSum:
-        """The same sum of some of the entries."""
+        """The same sum of some of the entries, whose gradients are in `g`."""
+        assert self.table is None
         return replace(self, g=self.g[some], e=self.e[some], u=None if self.u is None else self.u[some])
 
     def build(self) -> Tensor:
-        """Build M in place of `g`."""
+        """Build M."""
+        if self.table is not None:
+            self.table.read_into(self.g)
         if self.scale != 1:
             self.g.mul_(self.scale)
         self.g.add_(self.e)
@@ -42,30 +45,24 @@ class WeightedSum:
 
     def sample(self, stride: int) -> Tensor:
         """Build every stride-th entry of M; `g` is unchanged."""
+        if self.table is not None:
+            return self.table.sample(stride, self.e, self.u, self.scale, self.momentum)
         return replace(self.part(slice(None, None, stride)), g=self.g[::stride].clone()).build()
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Entries above a threshold that were taken out of M, where they are zero now."""
+    """Entries of M above a threshold."""
 
     indices: Tensor  # (count,) int64, ascending
     values: Tensor  # (count,)
-    complete: bool  # whether all entries above the threshold fit
+    complete: bool  # whether there was room for them; otherwise there are none here
     poison: Tensor  # 0; NaN if an entry of M was not finite
-
-    def put_back(self, M: Tensor) -> None:
-        M[self.indices] = self.values
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether `take` works on this device."""
-    return device.type == "cuda" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    """Whether `take_entries` works on this device."""
+    return has_kernels(device)
 
 
 def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Tensor, Tensor] | None:
@@ -81,37 +78,28 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
     """
     taken = take_entries(terms, threshold, 2 * k)
     count = len(taken.indices)
-    taken.put_back(terms.g)
     if count < k or not taken.complete:
         return None
     if largest or count > 1.3 * k:
-        which = taken.values.abs().topk(k, sorted=False).indices.sort().values
+        which = keep_largest(taken.values, k)
     else:
         which = torch.arange(k, device=threshold.device) * count // k
     return taken.indices[which], taken.values[which] + taken.poison
 
 
+def keep_largest(values: Tensor, k: int) -> Tensor:
+    """Ascending places (k,) of the k largest magnitudes of some values; of equal ones, the first."""
+    sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    least = sizes.topk(k, sorted=False).values.amin()
+    larger, equal = sizes > least, sizes == least
+    return (larger | (equal & (equal.cumsum(0) <= k - larger.sum()))).nonzero().view(-1)
+
+
 def take_entries(terms: WeightedSum, threshold: Tensor, room: int) -> Taken:
-    """Take the entries of M above the threshold, at most `room`; the remainder of M is in `terms.g`."""
-    indices, values, count, poison = launch_split(terms, threshold, room)
-    above = int(count)  # waits for the device
-    indices, order = indices[: min(above, room)].sort()
-    return Taken(indices, values[order], above <= room, poison.sum())
-
-
-def launch_split(terms: WeightedSum, threshold: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernel.
-
-    Returns:
-        Indices and values in any order; the number of entries above the threshold; zeros, or NaN if M is not finite.
-    """
-    from shoestring.comm.codecs.fused_kernel import split
-
-    g, blocks = terms.g, -(-len(terms) // BLOCK)
-    indices, values = torch.empty(room, dtype=torch.int64, device=g.device), g.new_empty(room)
-    count, poison = torch.zeros(1, dtype=torch.int32, device=g.device), g.new_empty(blocks)
-    u = g if terms.u is None else terms.u
-    inputs = (g, terms.e, u, threshold.view(1), len(terms), terms.scale, terms.momentum, room)
-    outputs, kernel = (indices, values, count, poison), split[(blocks,)]
-    kernel(*inputs, *outputs, MOMENTUM=terms.u is not None, BLOCK=BLOCK)
-    return outputs
+    """Build M in `terms.g`, and find its entries above the threshold: none of them if they are more than `room`."""
+    table = terms.table or GradTable([terms.g])
+    bits, counts, poison = table.split(terms.g, terms.e, terms.u, threshold.view(1), terms.scale, terms.momentum)
+    ends = counts.cumsum(0)
+    above = int(ends[-1])  # waits for the device
+    indices, values = table.collect(terms.g, bits, ends, above if above <= room else 0)
+    return Taken(indices, values, above <= room, poison.sum())

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from shoestring.comm.codecs.bits import decode_indices, encode_indices
 from shoestring.comm.codecs.codec import AllGather, AllToAll, Coding, ExchangeContext, Grads
-from shoestring.comm.codecs.topk import FlatCodec, count_entries, keep_largest, select_exact, sum_entries
+from shoestring.comm.codecs.fused import keep_largest
+from shoestring.comm.codecs.topk import (
+    FlatCodec,
+    count_entries,
+    select_entries,
+    select_of_few,
+    sum_entries,
+)
 
 
 class OkTopKCodec(FlatCodec):
@@ -52,36 +59,42 @@ class OkTopKCodec(FlatCodec):
         k = count_entries(n, self.density)
         room, share = min(n, math.ceil(self.slack * k / context.size)), min(n, math.ceil(k / context.size))
         e = self.flat_state("residual", grads)
-        M = self.flatten(grads).add_(e)
+        terms = self.weigh(grads, e)
+        M = terms.g
         hits = [self.get_state("hits", name, M.new_empty(())) for name in grads]
         bounds = balance_regions([int(count) for count in torch.stack(hits).tolist()], sizes, context.size)
-        where, what = _rows(M, select_exact(M, k), bounds, room)
-        sent = (what + 0 * M.sum()).to(self.dtype)
+        chosen, values = select_entries(terms, k, "exact")  # builds M = g + e
+        where, what = _rows(chosen, values, bounds, room)
+        sent = (what + 0 * values[0]).to(self.dtype)  # padding too tells whether M is finite
         mine, theirs = yield [AllToAll(encode_indices(where, n)), AllToAll(sent)]
 
         start = min(bounds[context.rank], n - share)
         end = max(bounds[context.rank + 1], start + share)
-        # All received entries are in this region, except the zeros that pad a message.
-        received = decode_indices(mine, room, n).sub_(start).clamp_(0, end - start - 1)
+        # All received entries are in this region, but for the zeros that pad a message, and where peers are rehearsed.
+        received = decode_indices(mine, room, n).sub_(start).remainder_(end - start)
+        received = _spread(received, theirs, end - start)
         total = sum_entries(received, theirs.float(), out=M.new_empty(end - start))
-        best = select_exact(total, share)
+        best = select_of_few(total, share)
         largest, sums = best + start, total[best]
         rounded = sums.to(self.dtype)
         answers = yield [AllGather(encode_indices(largest[None], n)[0]), AllGather(rounded)]
 
         indices, values = decode_indices(answers[0], share, n), answers[1].float()
-        average = sum_entries(indices, values / context.size, out=e)
-        delivered = where.flatten()
-        M.index_add_(0, delivered, sent.float().flatten() * (average[delivered] != 0), alpha=-1)
+        delivered = _spread(where, sent, n).flatten()
+        e.index_fill_(0, delivered, 0)
+        self.deliver(grads, terms.table, indices, values / context.size, out=e)  # the average is in e, here at least
+        M.index_add_(0, delivered, sent.float().flatten() * (e[delivered] != 0), alpha=-1)
         M.index_add_(0, largest, (sums - rounded.float()) * (rounded != 0))
         self.replace_state("residual", grads, M)
-        self._count_hits(grads, hits, sizes, indices[values != 0])
-        self.unflatten(grads, average)
+        self._count_hits(grads, hits, sizes, indices, values)
 
-    def _count_hits(self, grads: Grads, hits: list[Tensor], sizes: Sequence[int], indices: Tensor) -> None:
+    def _count_hits(
+        self, grads: Grads, hits: list[Tensor], sizes: Sequence[int], indices: Tensor, values: Tensor
+    ) -> None:
         """Add to the halved counts; they stay whole numbers, so that regions are equal on all ranks."""
-        ends = torch.tensor(list(accumulate(sizes)), device=indices.device)
-        now = torch.bucketize(indices, ends, right=True).bincount(minlength=len(sizes))
+        ends = torch.tensor(list(accumulate(sizes)), device=indices.device).expand(len(indices), -1)
+        upto = F.pad((values != 0).cumsum(1), (1, 0)).gather(1, torch.searchsorted(indices, ends.contiguous()))
+        now = upto.sum(0).diff(prepend=upto.new_zeros(1))
         self.state["hits"].update(zip(grads, torch.stack(hits).div_(2).floor_().add_(now).unbind(), strict=True))
 
 
@@ -102,14 +115,22 @@ def balance_regions(hits: Sequence[int], sizes: Sequence[int], ranks: int) -> li
     return [*bounds, n]
 
 
-def _rows(M: Tensor, indices: Tensor, bounds: list[int], room: int) -> tuple[Tensor, Tensor]:
-    """Ascending indices and their entries of M by region, (ranks, room) each, padded with zeros."""
-    edges = torch.searchsorted(indices, torch.tensor(bounds, device=M.device)).tolist()
+def _rows(indices: Tensor, values: Tensor, bounds: list[int], room: int) -> tuple[Tensor, Tensor]:
+    """Entries by region: ascending indices (k,) and values as (ranks, room) each, padded with zeros."""
+    edges = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     where, what = [], []
     for rank, (start, end) in enumerate(pairwise(edges)):
-        part = indices[start:end]
+        part, own = indices[start:end], values[start:end]
         if len(part) > room:
-            part = keep_largest(M, part, room)
+            kept = keep_largest(own, room)
+            part, own = part[kept], own[kept]
         where.append(F.pad(part, (0, room - len(part)), value=max(bounds[rank + 1] - 1, 0)))
-        what.append(F.pad(M[part], (0, room - len(part))))
+        what.append(F.pad(own, (0, room - len(own))))
     return torch.stack(where), torch.stack(what)
+
+
+def _spread(indices: Tensor, values: Tensor, n: int) -> Tensor:
+    """The indices; of zeros any others below n that are distinct: those that pad a message are all the same, and a GPU
+    would add them one after the other."""
+    others = torch.arange(indices.numel(), device=indices.device).view_as(indices) % n
+    return torch.where(values != 0, indices, others)

@@ -19,7 +19,8 @@ from shoestring.comm.codecs import fused
 from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codecs.codec import AllGather, Codec, Coding, ExchangeContext, Grads, Request
 from shoestring.comm.codecs.dense import flatten, split_like, unflatten
-from shoestring.comm.codecs.fused import WeightedSum
+from shoestring.comm.codecs.fused import WeightedSum, keep_largest
+from shoestring.comm.codecs.grad_table import GradTable, takes
 
 Selection = Literal["exact", "sampled", "mstopk"]
 WireType = Literal["fp32", "bf16", "int8", "int4", "int2"]
@@ -37,6 +38,9 @@ class FlatCodec(Codec):
     The parameters' states are views of flat tensors, so state is replaced by swapping buffers, without a copy.
     """
 
+    reads_in_place = True
+    """Whether gradients need not be copied where kernels can do without."""
+
     def __init__(self) -> None:
         super().__init__()
         self._flats: dict[tuple[str, ...], tuple[Tensor, list[Tensor]]] = {}
@@ -44,12 +48,36 @@ class FlatCodec(Codec):
 
     def flatten(self, grads: Grads) -> Tensor:
         """Copy all entries into one tensor, a buffer that `unflatten` gives back or `replace_state` keeps."""
-        tensors = list(grads.values())
-        buffer = self._buffers.pop(tuple(grads), None)
-        if buffer is None:
-            return flatten(tensors)
+        tensors, buffer = list(grads.values()), self._room(grads)
         foreach_copy_(split_like(buffer, tensors), tensors)
         return buffer
+
+    def _room(self, grads: Grads) -> Tensor:
+        """A buffer for all entries, as it is."""
+        buffer = self._buffers.pop(tuple(grads), None)
+        if buffer is None:
+            first, n = next(iter(grads.values())), sum(grad.numel() for grad in grads.values())
+            return torch.empty(n, dtype=torch.float32, device=first.device)
+        return buffer
+
+    def weigh(
+        self, grads: Grads, e: Tensor, u: Tensor | None = None, scale: float = 1.0, momentum: float = 0.0
+    ) -> WeightedSum:
+        """M = scale g + e + momentum u, yet to be built, of gradients where they lie if kernels read them there."""
+        table = GradTable(list(grads.values())) if self.reads_in_place and takes(grads.values()) else None
+        M = self.flatten(grads) if table is None else self._room(grads)
+        return WeightedSum(M, e, u, scale, momentum, table)
+
+    def deliver(self, grads: Grads, table: GradTable | None, indices: Tensor, values: Tensor, out: Tensor) -> None:
+        """Replace gradients by the sum of all ranks' entries (ranks, k), in the order of the ranks.
+
+        `out` is overwritten, and with a table only at the indices; then it is given back as a buffer.
+        """
+        if table is None:
+            self.unflatten(grads, sum_entries(indices, values, out))
+            return
+        table.write(indices, sum_entries(indices, values, out, everywhere=False))
+        self._buffers[tuple(grads)] = out
 
     def unflatten(self, grads: Grads, flat: Tensor) -> None:
         """The inverse of `flatten`; gives the buffer back."""
@@ -98,7 +126,7 @@ class SparseCodec(FlatCodec):
         self, density: float, *, selection: Selection = "exact", wire: WireType = "fp32", per_layer: bool = False
     ) -> None:
         super().__init__()
-        self.density, self.per_layer = density, per_layer
+        self.density, self.per_layer, self.reads_in_place = density, per_layer, not per_layer
         self.selection: Selection = selection
         self.wire: WireType = wire
 
@@ -108,8 +136,10 @@ class SparseCodec(FlatCodec):
         Returns:
             Indices (k,), ascending, and values (k,), non-finite if M is, anywhere. k is the same on all ranks.
         """
+        if not self.per_layer:
+            return select_entries(terms, count_entries(len(terms), density), self.selection)
         start, indices, values = 0, [], []
-        for size in filter(None, sizes if self.per_layer else [sum(sizes)]):
+        for size in filter(None, sizes):
             chosen, taken = select_entries(
                 terms.part(slice(start, start + size)), count_entries(size, density), self.selection
             )
@@ -126,10 +156,10 @@ class SparseCodec(FlatCodec):
         )
         return [AllGather(tensor) for tensor in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
-    def decode(self, answers: Sequence[Tensor], k: int, out: Tensor) -> Tensor:
-        """Write the average of all ranks' entries into `out`."""
+    def decode(self, answers: Sequence[Tensor], k: int, n: int) -> tuple[Tensor, Tensor]:
+        """Indices of n, and shares of the average, of all ranks' entries: (ranks, k) each."""
         values = decode_values(answers[1:], self.wire, k)
-        return sum_entries(decode_indices(answers[0], k, len(out)), values / len(values), out)
+        return decode_indices(answers[0], k, n), values / len(values)
 
 
 class TopKCodec(SparseCodec):
@@ -139,13 +169,15 @@ class TopKCodec(SparseCodec):
         sizes = [grad.numel() for grad in grads.values()]
         if not sum(sizes):
             return
-        e, M = self.flat_state("residual", grads), self.flatten(grads)
-        indices, values = self.select(WeightedSum(M, e), sizes, self.density)
+        e = self.flat_state("residual", grads)
+        terms = self.weigh(grads, e)
+        indices, values = self.select(terms, sizes, self.density)
+        M = terms.g
         requests, sent = self.encode(indices, values, len(M))
         answers = yield requests
         M[indices] = values - sent
         self.replace_state("residual", grads, M)
-        self.unflatten(grads, self.decode(answers, len(indices), out=e))
+        self.deliver(grads, terms.table, *self.decode(answers, len(indices), len(M)), out=e)
 
 
 def count_entries(n: int, density: float) -> int:
@@ -153,9 +185,16 @@ def count_entries(n: int, density: float) -> int:
     return min(n, max(1, round(density * n)))
 
 
-def sum_entries(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """Write the sum of all ranks' entries (ranks, k) into `out`, zero elsewhere; summed in the order of the ranks."""
-    out.zero_()
+def sum_entries(indices: Tensor, values: Tensor, out: Tensor, *, everywhere: bool = True) -> Tensor:
+    """Write the sum of all ranks' entries (ranks, k) into `out`, in the order of the ranks.
+
+    Args:
+        everywhere: elsewhere write zeros; otherwise leave what is there.
+    """
+    if everywhere:
+        out.zero_()
+    else:
+        out.index_fill_(0, indices.flatten(), 0)
     for own_indices, own_values in zip(indices, values, strict=True):
         out.index_add_(0, own_indices, own_values)
     return out
@@ -165,8 +204,11 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
     """Select ascending indices (k,) and values of one sum of terms, by the one-pass kernel where it is available."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k)
-        if picked := fused.pick_entries(terms, k, threshold, largest=selection == "exact"):
+        exact = selection == "exact"  # then further entries cost little, and too few a pass over all
+        threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
+        if exact:
+            threshold = threshold.nextafter(threshold.new_zeros(()))  # below entries that are equal to the threshold
+        if picked := fused.pick_entries(terms, k, threshold, largest=exact):
             return picked
         M = terms.g
     else:
@@ -179,10 +221,17 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
 
 
 def select_exact(x: Tensor, k: int) -> Tensor:
-    """The k largest magnitudes."""
+    """The k largest magnitudes; of equal ones, the first."""
     if x.is_cuda or 4 * k > len(x):
-        return x.abs().topk(k, sorted=False).indices.sort().values
-    return keep_largest(x, _candidates(x, k), k)
+        return keep_largest(x, k)
+    hits = _candidates(x, k)
+    return hits[keep_largest(x[hits], k)]
+
+
+def select_of_few(x: Tensor, k: int) -> Tensor:
+    """`select_exact` where about k are not zero."""
+    hits = x.nonzero().view(-1) if x.is_cuda else indices_above(x, 0.0)
+    return hits[keep_largest(x[hits], k)] if len(hits) >= k else _filled(hits, k)
 
 
 def select_sampled(x: Tensor, k: int) -> Tensor:
@@ -191,7 +240,7 @@ def select_sampled(x: Tensor, k: int) -> Tensor:
         return select_exact(x, k)
     hits = _candidates(x, k)
     if len(hits) > 1.3 * k:
-        return keep_largest(x, hits, k)
+        return hits[keep_largest(x[hits], k)]
     return hits[torch.arange(k, device=x.device) * len(hits) // k]
 
 
@@ -261,16 +310,14 @@ def _stride(n: int, k: int) -> int:
     return max(1, k // RANK, n // SAMPLES) | 1
 
 
-def estimate_thresholds(sample: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely."""
+def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> tuple[Tensor, Tensor]:
+    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely.
+
+    The first is so many standard deviations below the k-th magnitude.
+    """
     rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
-    return ordered[min(len(ordered) - 1, int(rank + 1.5 * rank**0.5))], ordered[-1]
-
-
-def keep_largest(x: Tensor, hits: Tensor, k: int) -> Tensor:
-    """Those k of the indices `hits` at which x is largest in magnitude."""
-    return hits[x[hits].abs().topk(k, sorted=False).indices.sort().values]
+    return ordered[min(len(ordered) - 1, int(rank + sigmas * rank**0.5))], ordered[-1]
 
 
 def _filled(hits: Tensor, k: int) -> Tensor:
