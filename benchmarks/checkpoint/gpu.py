@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 XL = {"dim": 1600, "layers": 48, "heads": 25, "kv_heads": 25, "hidden": 4280}  # 1.558 B parameters, as GPT2-XL
 MICRO_BATCHES, SEQUENCES, TOKENS = 4, 4, 1024  # of a step: half a second of an H100, a thirtieth of GPT-2's batch
 EVERY = (0, 4, 2)  # steps between two checkpoints, in turn
-WARM, STEPS, ROUNDS = 2, 8, 3
+WARM, STEPS, ROUNDS = 2, 8, 2
 SLOTS = 3
 
 
