@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -277,6 +278,15 @@ class AtSizeContest:
         ]
         return Measured(ratio, "; ".join(said))
 
+    def so_far(self, link: str) -> str:
+        """What has come of the methods whose runs are whole, where others are not."""
+        said = [f"{link}/s:"]
+        for method in self.size.methods:
+            with suppress(OutOfBudget):
+                found, slower = (self.efficiency(method, link, times) for times in (1.0, SLOWER))
+                said.append(f"{self._said(method, {method.name: found})}; computing {SLOWER:g} x as long {slower:.3g}")
+        return "\n  ".join(said)
+
     def _efficiencies(self, link: str, slower: float = 1.0) -> tuple[dict[str, float], float]:
         found = {method.name: self.efficiency(method, link, slower) for method in self.size.methods}
         best, peer = (max(found[method.name] for method in some) for some in (self.size.own, self.size.peers))
@@ -338,6 +348,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
     parser.add_argument("--large", action="store_true", help="119 M parameters in the place of 30 M")
+    parser.add_argument("--so-far", action="store_true", help="print what came of the runs that are whole, run nothing")
     parser.add_argument("--trial", action="store_true")
     parser.add_argument("--passes", choices=get_args(Passes), default="together", help="how passes run on CUDA")
     parser.add_argument(
@@ -351,6 +362,10 @@ def main(argv: Sequence[str]) -> int:
         from benchmarks.comm.at_size_check import check
 
         print(check(found))
+        return 0
+    if flags.so_far:
+        found.deadline = Deadline(0)
+        print("\n".join(map(found.so_far, LINKS)))
         return 0
     try:
         for link in LINKS:

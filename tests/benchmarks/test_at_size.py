@@ -214,6 +214,16 @@ def test_the_whole_contest(tmp_path):
         contest(tmp_path, Deadline(0.0), size=size).ahead("1gbit")
 
 
+def test_what_is_whole_is_told_while_other_runs_are_not(tmp_path):
+    some = contest(tmp_path)
+    method = SIZE.own[0]
+    some.chosen(DDP)
+    some.chosen(method)
+    some.deadline = Deadline(0)
+    told = some.so_far("1gbit")
+    assert told.count("\n") == 2 and all(each.name in told for each in (DDP, method)) and "DiLoCo" not in told
+
+
 def test_check_finds_passes_that_differ(tmp_path, monkeypatch, capsys):
     size = replace(SIZE, peers=(DDP,), own=())
     assert check(contest(tmp_path, size=size), steps=1) in ("together", "in-turn", "eager")

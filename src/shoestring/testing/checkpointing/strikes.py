@@ -180,7 +180,7 @@ def work(text: str, start: str, rank: int) -> None:
     train(task, rank, meet, striker, partial(tell, task, rank))
 
 
-def _sleep(seconds: float) -> None:
+def _sleep(seconds: Any, /) -> None:
     """Where libfaketime (0.9.10) is loaded, the system refuses to wait for a point in time, as `time.sleep` does."""
     select.select([], [], [], seconds)
 
