@@ -1,5 +1,7 @@
 """Several faults at once: what the runs may load and lose, and that the judge sees what it is for."""
 
+import os
+
 import pytest
 
 from shoestring.testing.checkpointing import everything
@@ -52,8 +54,29 @@ def test_a_start_that_tells_of_no_step_for_too_long_hangs(rig, monkeypatch):
     monkeypatch.setattr(everything, "BUSY", 2.5)  # seconds, less than an exchange may take
     silent = FaultPlan(rounds=(Round(strikes=(strike("slow", "after forward", 1, 1.0),)),))
     assert rig.judge(silent).wrong == ("start 0 hung",)
-    slow = FaultPlan(rounds=(Round(strikes=(strike("slow", "after forward", 1, 2e4),)),))
-    assert rig.judge(slow).wrong == ()
+
+
+class Alive:
+    """A rank that has not ended."""
+
+    exitcode, pid, killed = None, os.getpid(), False
+
+    def kill(self):
+        self.killed = True
+
+
+def test_a_start_that_tells_of_steps_has_longer(tmp_path):
+    rank, told = Alive(), tmp_path / "told-0.jsonl"
+    start = everything.Start(FaultyRun(folder=str(tmp_path), start=1), [rank], allowed=0.0)
+    for step in range(3):
+        with told.open("a") as file:
+            file.write(f"[1, 0.0, {step}]\n")
+        start.attend(agent=False)
+        assert not start.hung and not rank.killed
+    with told.open("a") as file:
+        file.write("[0, 0.0, 3]\n")  # another start's
+    start.attend(agent=False)
+    assert start.hung and rank.killed
 
 
 @pytest.fixture(scope="module")
