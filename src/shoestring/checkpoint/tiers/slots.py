@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,6 +233,21 @@ class Slot:
                 path.unlink(missing_ok=True)
         self._drop_rooms()
         self._no_room = self._no_room or reason
+
+
+class Sealed(NamedTuple):
+    """What a rank has sealed in its slots."""
+
+    step: int = 0
+    """The newest of them."""
+    lasts: bool = True
+    """Whether it outlives the process."""
+    since: int = 0
+    """The step from which on all of them do."""
+
+    def then(self, step: int, lasts: bool) -> Sealed:
+        """Once a further step is sealed."""
+        return Sealed(step, lasts, self.since if self.lasts and lasts else step)
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:

@@ -30,7 +30,7 @@ from shoestring.checkpoint.tiers.file_acts import Files, tried
 from shoestring.checkpoint.tiers.keeper import Keeper, Standing
 from shoestring.checkpoint.tiers.rank_group import Pending, RankGroup
 from shoestring.checkpoint.tiers.save_schedule import DISK, MEMORY, PEERS, CheckpointSchedule
-from shoestring.checkpoint.tiers.slots import Slot, oldest
+from shoestring.checkpoint.tiers.slots import Sealed, Slot, oldest
 from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.checkpoint.tiers.waits import result_of
 from shoestring.core.errors import CheckpointError
@@ -82,10 +82,8 @@ class Checkpointer:
         self._under_way: dict[Slot, Future[Any]] = {}
         self._pulse: Pending | None = None
         self._staged = 0  # the newest step that was staged, on all ranks
-        self._sealed = 0  # the newest step that is sealed, on this one
-        self._lasts = True  # and whether that outlives the process
-        self._agreed = (0, True)  # what all ranks have agreed on of both
-        self._lasting = 0  # the newest step that outlives all of them
+        self._sealed = Sealed()  # on this one; replaced as a whole, by the thread that seals
+        self._lasting = 0  # the newest step that outlives the processes of all ranks
         self._refused = ""  # why nothing is sealed any more
         self._fits: bool | None = None  # whether the host's memory has room for the own slots
         self.copied = 0  # bytes
@@ -115,7 +113,8 @@ class Checkpointer:
             self.take()
         self.claim.begin(self.group, reached or restored, others)
         assert self.claim.history is not None
-        self._sealed = self._staged = restored.step if restored else 0
+        self._staged = self._lasting = restored.step if restored else 0
+        self._sealed = Sealed(self._staged)
         for slot in self.own:
             slot.resume(self.claim.history)
         self.keeper.begin(self.claim.history, self.own)
@@ -170,29 +169,50 @@ class Checkpointer:
         """What the ranks decide by; the least of each counts."""
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
-        slot = self._slot(self._sealed, self._agreed[1])
-        newest = next((each for each in self.own if each.checkpoint and each.checkpoint.step == self._sealed), None)
-        lasts = self._lasts and (newest is None or newest.stands)
+        sealed = self._told()
+        slots = [self._slot(self._sealed.step, lasting) for lasting in (False, True)]
         return [
             float(not self.claim.replaced),
-            float(self._sealed),
-            float(lasts) if self._fits is not False else -1.0,
-            -math.inf if slot is None else -float(_needed(slot)),
+            *sealed,
+            *(-math.inf if slot is None else -float(_needed(slot)) for slot in slots),
             float(self.keeper.idle),
             *(-each for each in self.schedule.costs()),
         ]
 
-    def _slot(self, sealed: int, lasts: bool) -> Slot | None:
+    def _told(self) -> list[float]:
+        """What this rank has sealed, for `_agree`."""
+        step, lasts, since = self._sealed
+        newest = next((each for each in self.own if each.checkpoint and each.checkpoint.step == step), None)
+        lasts = lasts and (newest is None or newest.stands)
+        return [step, float(lasts) if self._fits is not False else -1.0, -since]
+
+    def _agree(self, sealed: float, lasts: float, since: float) -> tuple[int, bool]:
+        """The newest step that all ranks have sealed, and whether it outlives them, from the least that they told.
+
+        A rank that is ahead tells of a later step: an earlier one outlives it, too, if none between could not.
+        """
+        lasting = lasts > 0 and sealed >= -since
+        self.safe[MEMORY] = int(sealed) if lasting else 0
+        self._lasting = self.safe[MEMORY] or self._lasting
+        self.schedule.outlives = lasting
+        return int(sealed), lasting
+
+    def _choose(self, sealed: float, lasts: float, since: float, unless: float, needed: float) -> Slot | None:
+        """The slot to fill; None on all ranks while one has none. What they told is of `_slot` as it is called here."""
+        step, lasting = self._agree(sealed, lasts, since)
+        return None if -(needed if lasting else unless) > step + (not lasting) else self._slot(step, lasting)
+
+    def _slot(self, sealed: int, lasting: bool) -> Slot | None:
         """The own slot to fill next; None while there is none.
 
         Never one that is being filled or sealed, nor that of the newest checkpoint that all ranks have sealed or of a
         newer one; nor that whose checkpoint the peers have, for a lost host needs it on all others. Where the newest
-        does not outlive the process on some rank, it may be filled, but not that of the newest step that does on all.
+        does not outlive all ranks, it may be filled, but not that of the newest step that does.
         """
         held = [self.keeper.pinned, self.keeper.reads]
         held += [each for each, work in self._under_way.items() if not work.done()]
-        held += [] if lasts else [each for each in self.own if self._is_lasting(each)]
-        free = [each for each in self.own if each not in held and _needed(each) <= sealed + (not lasts)]
+        held += [] if lasting else [each for each in self.own if self._is_lasting(each)]
+        free = [each for each in self.own if each not in held and _needed(each) <= sealed + (not lasting)]
         return oldest(free) if free else None
 
     def _is_lasting(self, slot: Slot) -> bool:
@@ -201,24 +221,20 @@ class Checkpointer:
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
         """Stage a checkpoint, unless that would overwrite the newest that all ranks have sealed."""
         pulse, self._pulse = self._pulse or self.group.all_reduce_min(self._state()), None
-        newest, sealed, lasts, needed, idle, *costs = pulse.wait()
+        newest, sealed, lasts, since, unless, needed, idle, *costs = pulse.wait()
         if not newest:
             raise CheckpointError(REPLACED)
         if self.claim.unrecorded:
             self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
-        self.safe[MEMORY] = int(sealed) if lasts > 0 else 0
-        self._agreed = int(sealed), lasts > 0
-        self._lasting = self.safe[MEMORY] or self._lasting
-        self.schedule.outlives = lasts > 0
+        slot = self._choose(sealed, lasts, since, unless, needed)
         if lasts < 0:  # on any rank there is no room, nor will there be
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}
         self.schedule.total = self.progress.total
         if self.world.first and (news := self.schedule.news()):
             log.info("checkpoint.tiered: %s", news)
-        slot = self._slot(*self._agreed) or self._slot(int(sealed), True)
-        if slot is None or -needed > sealed + (not self._agreed[1]):
+        if slot is None:
             self.schedule.postpone(due)
             return
         further = due & {PEERS, DISK} if idle else set()
@@ -291,9 +307,8 @@ class Checkpointer:
             with span("seal", "copy"):
                 reason = tried(lambda: slot.seal(checkpoint, notes))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
-            self._lasts = not lacking
             slot.checkpoint = checkpoint  # what is in it can be written to disk, sealed or not
-            self._sealed = checkpoint.step
+            self._sealed = self._sealed.then(checkpoint.step, not lacking)
             self.schedule.took(MEMORY, time.perf_counter() - began)
             return ""
 
@@ -308,7 +323,7 @@ class Checkpointer:
         if self.claim.unrecorded:
             self.claim.record(self.group)
         checkpoint = self._checkpoint(step)
-        slot = self._slot(self._sealed, self._agreed[1])
+        slot = self._slot(*self._agree(*self.group.all_reduce_min(self._told()).wait()))
         slot = slot or oldest([each for each in self.own if not self._is_lasting(each)] or self.own)
         self.world.agree(lambda: self.stage(slot, checkpoint))
         self.stager.finish()
