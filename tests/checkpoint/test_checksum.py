@@ -1,10 +1,13 @@
 """Checksums of chunks: the same whoever computes them, on as many threads as there are."""
 
+import os
+import subprocess
 import sys
+import time
 import zlib
 from importlib import reload
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from shoestring.checkpoint.format import checksum
 from shoestring.checkpoint.format.checksum import CHUNK, sums, threads_beside
+from shoestring.checkpoint.tiers import checksum_process
 from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess
 
 
@@ -100,16 +104,61 @@ def test_a_process_that_is_gone_costs_no_checkpoint(process, file, signal):
     assert process._process is None
 
 
-def test_the_process_imports_no_torch_and_ends_with_its_input(process, file):
+def test_the_process_imports_no_torch_and_ends_when_it_is_closed(process, file):
     process.sums(*file)
     child = process._process
     assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
     process.close()
-    assert child.returncode == 0
+    assert child.returncode == -SIGTERM
     process.close()
+    assert process.sums(*file) == sums(file[0]) and process._process is None  # none is started any more
+
+
+def test_a_process_that_does_not_answer_is_given_up(process, file, monkeypatch):
+    data, identity = file
+    expected = process.sums(data, identity)
+    child = process._process
+    child.send_signal(SIGSTOP)
+    monkeypatch.setattr(checksum_process, "PATIENCE", 0.2)
+    monkeypatch.setattr(checksum_process, "_END", 0.2)
+    assert process.sums(data, identity) == expected
+    assert child.returncode == -SIGKILL and process._process is None
+
+
+def test_a_file_that_is_too_short_is_no_reason_to_end(process, file):
+    data, (path, device, inode) = file
+    expected = process.sums(data, (path, device, inode))
+    child = process._process
+    path.write_bytes(bytes(10))
+    assert process.sums(data, (path, device, inode)) == expected
+    assert process._process is child and child.poll() is None
+
+
+def test_the_process_ends_with_its_parent_though_others_hold_its_input_open(tmp_path, file):
+    """A worker that was forked after it has the other end of its input."""
+    script = (
+        "import os, sys, time, torch\n"
+        "from pathlib import Path\n"
+        "from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess\n"
+        "path = Path(sys.argv[1]); status = path.stat()\n"
+        "process = ChecksumProcess(1)\n"
+        "process.sums(torch.ones(10, dtype=torch.uint8), (path, status.st_dev, status.st_ino))\n"
+        "worker = os.fork()\n"
+        "if not worker: os.closerange(0, 3); time.sleep(60); os._exit(0)\n"
+        "print(process._process.pid, worker, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", script, file[1][0]], capture_output=True, text=True, timeout=60)
+    child, worker = map(int, told.stdout.split())
+    try:
+        end = time.monotonic() + 20
+        while Path(f"/proc/{child}/exe").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{child}/exe").exists() and Path(f"/proc/{worker}").exists()
+    finally:
+        os.kill(worker, SIGKILL)
 
 
 def test_without_a_process_of_its_own_none_is_started(file):
-    process = ChecksumProcess(2, apart=False)
+    process = ChecksumProcess(2, child=False)
     assert process.sums(*file) == sums(file[0])
     assert process._process is None

@@ -123,6 +123,21 @@ def test_a_run_resumes_bitwise_from_what_was_in_memory(settings):
     assert all(map(torch.equal, found, expected)) and torch.equal(drawn, random)
 
 
+def test_state_of_the_optimizer_that_lies_on_the_host_is_of_the_same_step(settings):
+    """AdamW's step counts, unless it is fused: the host, which runs ahead, counts on while copies are on their way."""
+    model = nn.Linear(LARGE >> 12, 1 << 10).cuda()
+    job = Job(model, loss=lambda output, _: (output.sum(), torch.ones((), device="cuda")), optimizer=AdamW)
+    with closing(compose(job, [settings])) as job:
+        for _ in range(12):
+            job.step((torch.ones(1, LARGE >> 12, device="cuda"),))
+        folder = slots_folder(settings, World())
+        for _, record in seals(folder):
+            (entry,) = (each for name, each in record.parts.items() if name.startswith("private"))
+            part = Part.open(folder / entry.file, entry.nbytes, entry.sums, slot=True)
+            counts = {float(part.read(piece)) for piece in part.pieces if piece.tensor.endswith("/step")}
+            assert counts == {float(record.checkpoint.step)}
+
+
 def test_memory_that_cannot_be_pinned_does(tmp_path):
     """A file on a disk. That CUDA refused it must not come up as an error of some later kernel."""
     with closing(

@@ -48,11 +48,30 @@ def pairs():
 )
 def test_all_is_copied_with_and_without_the_drivers_call(driver, copied, pairs, monkeypatch):
     monkeypatch.setattr(gpu_copies, "batched_copy", lambda: driver)
+    monkeypatch.setattr(gpu_copies, "is_on_gpu", lambda _: True)
     targets, sources = pairs
     copy_from_gpu(targets, sources, Stream())
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.to(target.dtype))
     assert driver is None or driver.copied == copied
+
+
+def test_the_driver_is_told_of_nothing_that_lies_in_this_hosts_memory(pairs, monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(gpu_copies, "batched_copy", lambda: driver)
+    targets, sources = pairs
+    copy_from_gpu(targets, sources, Stream())
+    assert driver.copied == 0
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+def test_what_is_conjugated_lazily_is_copied_by_torch(monkeypatch):
+    monkeypatch.setattr(gpu_copies, "is_on_gpu", lambda _: True)
+    driver, source = Driver(), torch.tensor([1 + 2j, 3 - 1j]).conj()
+    monkeypatch.setattr(gpu_copies, "batched_copy", lambda: driver)
+    target = torch.zeros(2, dtype=source.dtype)
+    copy_from_gpu([target], [source], Stream())
+    assert driver.copied == 0 and torch.equal(target, source)
 
 
 def test_attributes_lie_in_memory_as_the_driver_reads_them():

@@ -53,19 +53,30 @@ def batched_copy() -> Callable[..., int] | None:
 
 
 def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-    """Issue the copies of all sources to their targets on a stream, which is the present one of this thread."""
-    even = [
-        target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype and source.numel() > 0
-        for target, source in zip(targets, sources, strict=True)
-    ]
-    batch = [pair for pair, fits in zip(zip(targets, sources, strict=True), even, strict=True) if fits]
-    rest = [pair for pair, fits in zip(zip(targets, sources, strict=True), even, strict=True) if not fits]
+    """Issue the copies of all sources to their targets on a stream, which is the present one of this thread.
+
+    What lies in this host's memory, as some optimizers' state does, is copied at once: the host does not wait for what
+    it has issued before it changes that.
+    """
+    pairs, batched, single = list(zip(targets, sources, strict=True)), [], []
+    for pair in pairs:
+        (batched if is_plain(*pair) else single).append(pair)
     copy = batched_copy()
-    if copy is None or not batch or copy(*arguments(batch), ctypes.c_void_p(stream.cuda_stream)):
-        rest += batch
-    if rest:
+    if copy is None or not batched or copy(*arguments(batched), ctypes.c_void_p(stream.cuda_stream)):
+        single = pairs
+    if single:
         with torch.no_grad():
-            foreach_copy_([target for target, _ in rest], [source for _, source in rest], non_blocking=True)
+            foreach_copy_([target for target, _ in single], [source for _, source in single], non_blocking=True)
+
+
+def is_plain(target: Tensor, source: Tensor) -> bool:
+    """Whether a copy is of the source's bytes as they lie on the GPU."""
+    as_they_lie = target.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    return is_on_gpu(source) and as_they_lie and target.dtype == source.dtype and source.numel() > 0
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def arguments(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ class Checkpointer:
         self.group = RankGroup.join(self.world, "agreeing on checkpoints")
         local = self.world.local_rank
         self.schedule = CheckpointSchedule(self.settings, self.world.hosts)
-        self._checksums = ChecksumProcess(threads_beside(self.world.local_size), apart=self.world.device.type == "cuda")
+        self._checksums = ChecksumProcess(threads_beside(self.world.local_size), child=self.world.device.type == "cuda")
         names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
         self.own = [Slot(self.folder / name, self.files, self._checksums.sums) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)

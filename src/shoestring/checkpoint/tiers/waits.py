@@ -6,6 +6,7 @@ What this package waits for, and what ends each wait:
 - other ranks: the timeout of the process group, which `RankGroup` takes from the run's own. Destroying a group waits
   only for exchanges that have begun, and each of those ends by that timeout;
 - locks: `Files.lock` polls for `WAIT` seconds; a lock on a new file beside another (`storage.whole`) is not waited for;
+- the process that computes checksums: `ChecksumProcess` gives it up, and they are computed here;
 - a GPU: only the threads here wait for one (`Stager`); the training thread waits for them by `result_of`;
 - a mount that does not answer: no program can interrupt that. Weights and optimizer state are written on a
   `BackgroundThread`, so that training is told by `result_of`. The training thread itself opens and renames small files
