@@ -68,7 +68,7 @@ def test_the_fused_path_keeps_the_contract(make, fusing):
     assert fusing
 
 
-@pytest.mark.parametrize(("n", "k", "levels"), [(20_000, 200, 8), (100_000, 2000, 10**6)])
+@pytest.mark.parametrize(("n", "k", "levels"), [(20_000, 200, 8), (100_000, 2000, 10**6), (2**20, 105, 10**6)])
 def test_exact_selection_hardly_ever_takes_too_few(n, k, levels, fusing):
     """Of values of few bits, as gradients in bf16 are: many are equal to the threshold. And by a small sample."""
     for seed in range(40):

@@ -31,6 +31,20 @@ def residuals(codecs: list[PowerSGDCodec], name: str) -> torch.Tensor:
     return torch.stack([codec.state["residual"][name] for codec in codecs]).mean(0)
 
 
+def test_a_resumed_run_may_stop_to_alternate():
+    codecs = [PowerSGDCodec(2, alternate=True, least=1) for _ in range(RANKS)]
+    for step in range(3):  # the newest basis is P
+        run_lockstep(codecs, gradients(step), step)
+    assert "a" in codecs[0].state["P"]
+    others = [PowerSGDCodec(2, least=1) for _ in range(RANKS)]
+    for codec, other in zip(codecs, others, strict=True):
+        other.load_state_dict(codec.state_dict())
+    grads, before = gradients(3), residuals(codecs, "a")
+    total = mean(grads)["a"] + before
+    run_lockstep(others, grads, 3)
+    torch.testing.assert_close(grads[0]["a"] + residuals(others, "a"), total, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("alternate", [False, True])
 def test_conserves_what_it_does_not_send(alternate):
     codecs = [PowerSGDCodec(2, alternate=alternate, least=1) for _ in range(RANKS)]

@@ -139,6 +139,8 @@ class Codec(ABC):
         by_name = self.state.setdefault(kind, {})
         if name not in by_name:
             by_name[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        elif by_name[name].device != like.device:  # a checkpoint is read into this host's memory
+            by_name[name] = by_name[name].to(like.device)
         return by_name[name]
 
     def get_states(self, kind: str, grads: Grads) -> list[Tensor]:

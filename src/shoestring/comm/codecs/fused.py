@@ -76,7 +76,7 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
         Ascending indices, and values, NaN if M is not finite; None where fewer than k entries are above the threshold,
         or too many to fit.
     """
-    taken = take_entries(terms, threshold, 2 * k)
+    taken = take_entries(terms, threshold, 4 * k + 64 if largest else 2 * k)
     count = len(taken.indices)
     if count < k or not taken.complete:
         return None
@@ -91,8 +91,9 @@ def keep_largest(values: Tensor, k: int) -> Tensor:
     """Ascending places (k,) of the k largest magnitudes of some values; of equal ones, the first."""
     sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     least = sizes.topk(k, sorted=False).values.amin()
-    larger, equal = sizes > least, sizes == least
-    return (larger | (equal & (equal.cumsum(0) <= k - larger.sum()))).nonzero().view(-1)
+    places = (sizes >= least).nonzero().view(-1)
+    larger = sizes[places] > least
+    return places[larger | ((~larger).cumsum(0) <= k - larger.sum())]
 
 
 def take_entries(terms: WeightedSum, threshold: Tensor, room: int) -> Taken:

@@ -128,10 +128,12 @@ class PowerSGDCodec(Codec):
             grad = grad.view(len(grad), -1)
         rank, residual = min(self.rank, *grad.shape), self.get_state("residual", name, grad)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
+        if not self.alternate:  # of a run that did
+            P.pop(name, None)
         if name not in P and name not in Qt:
             Qt[name] = torch.randn(rank, grad.shape[1], generator=self._generator(name)).to(grad.device)
         right = name not in P
-        basis = Qt[name] if right else P[name]
+        basis = (Qt if right else P)[name].to(grad.device)
         if basis.shape[0 if right else 1] != rank:
             generator = self._generator(name)
             basis = resize_basis(basis, rank, generator) if right else resize_basis(basis.t(), rank, generator).t()

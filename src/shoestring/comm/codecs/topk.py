@@ -230,7 +230,7 @@ def select_exact(x: Tensor, k: int) -> Tensor:
 
 def select_of_few(x: Tensor, k: int) -> Tensor:
     """`select_exact` where about k are not zero."""
-    hits = x.nonzero().view(-1) if x.is_cuda else indices_above(x, 0.0)
+    hits = x.nonzero().view(-1) if x.is_cuda else torch.from_numpy(np.flatnonzero(x.numpy()))  # NaN is not zero
     return hits[keep_largest(x[hits], k)] if len(hits) >= k else _filled(hits, k)
 
 
