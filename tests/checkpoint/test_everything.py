@@ -49,6 +49,7 @@ PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_start_that_tells_of_no_step_for_too_long_hangs(rig, monkeypatch):
     monkeypatch.setattr(everything, "ENDS", 0)
     monkeypatch.setattr(everything, "BUSY", 2.5)  # seconds, less than an exchange may take
