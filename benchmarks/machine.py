@@ -26,7 +26,12 @@ class Environment:
 
     @classmethod
     def capture(cls, *, commit: str = "") -> Environment:
-        """Look at this machine; `commit` is asked of git unless given (for a copy of the tree without its history)."""
+        """Look at this machine; `commit` is asked of git unless given (for a copy of the tree without its history).
+
+        What is given is the answer of `git_commit` from then on, for runs that are stored as well.
+        """
+        if commit:
+            _given[ROOT] = commit
         return cls(
             cpu=_cpu_model(),
             cores=len(os.sched_getaffinity(0)),
@@ -51,8 +56,13 @@ class Environment:
         return found
 
 
+_given: dict[Path, str] = {}
+
+
 def git_commit(root: Path = ROOT) -> str:
     """The commit of `root`, with `-dirty` when a file differs from it or is new; "unknown" outside git."""
+    if root in _given:
+        return _given[root]
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         changed = _git(root, "status", "--porcelain", "--", ".", *_WRITTEN_HERE)

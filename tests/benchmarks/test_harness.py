@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.evidence import CELL
 from benchmarks.evidence import main as write_evidence
+from benchmarks import harness
 from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure, selected
 from benchmarks.machine import git_commit
 from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
@@ -298,3 +299,9 @@ def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
     assert write_evidence(["--check"], results, page) == 1
     (results / "area.json").write_text("{}")
     assert write_evidence(["--check"], results, page) == 2
+
+
+def test_a_commit_that_was_given_is_that_of_stored_runs_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.machine._given", {})
+    assert Environment.capture(commit="0123456789ab").commit == git_commit() == "0123456789ab"
+    assert harness.stored(tmp_path / "run.json", lambda: None, dict)["commit"] == "0123456789ab"
