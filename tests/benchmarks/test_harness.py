@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from benchmarks import harness
 from benchmarks.evidence import CELL
 from benchmarks.evidence import main as write_evidence
-from benchmarks import harness
 from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure, selected
 from benchmarks.machine import git_commit
 from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
