@@ -11,11 +11,12 @@ import saving_ranks
 import torch
 from safetensors.torch import load_file
 
-from shoestring.checkpoint import Plain
+from shoestring.checkpoint import Plain, Tiered, attach
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.cli import main
-from shoestring.commands.archive import COMPLETE, Archive, users
+from shoestring.commands.archive import COMPLETE, Archive
+from shoestring.commands.pruning import users
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.world import World
@@ -242,6 +243,51 @@ def test_prune_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
     assert "nothing is deleted: the checkpoint of step 4 is damaged" in refused(capsys, "prune", run, "--keep", 1)
     assert "must be at least 1" in refused(capsys, "prune", run, "--keep", 0)
     assert len(told(capsys, "ls", run)) == 2
+
+
+def test_what_a_run_went_back_from_is_not_what_it_goes_on_from(tmp_path, capsys):
+    """Neither for `prune` and `show`, nor in the list."""
+    run = tmp_path / "run"
+    settings = {"memory": str(tmp_path / "memory"), "memory_every": 0, "disk_every": 2, "keep": 9}
+
+    def start(where, steps):
+        saves = attach({"it": jobs.tiny()}, settings=Tiered(folder=str(run / "checkpoints"), **settings))
+        with saves:
+            step = saves.restore(where)
+            for _ in range(steps):
+                saves.step()
+                saves.checkpointer.drain()
+        return step
+
+    def listed():
+        return [(step, state) for step, _, state in steps(told(capsys, "ls", run))]
+
+    assert start("auto", 6) == 0
+    assert start(of(run, 2), 2) == 2
+    abandoned = f"{COMPLETE}, abandoned"
+    assert listed() == [(6, abandoned), (4, COMPLETE), (2, COMPLETE)]  # 4 was done again
+    assert told(capsys, "show", run)["checkpoint"]["start"] == 1
+    told(capsys, "prune", run, "--keep", 2)
+    assert listed() == [(4, COMPLETE), (2, COMPLETE)]
+    assert start("auto", 0) == 4
+
+
+def test_nor_is_it_where_each_checkpoint_is_one_file(tmp_path, capsys):
+    folder = tmp_path / "run/checkpoints"
+
+    def start(where, steps):
+        job = compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), [Plain(folder=str(folder), every=1)])
+        with closing(job):  # as if it were killed
+            step = job.restore(str(where))
+            for number in range(steps):
+                job.step(jobs.batch(number))
+        return step
+
+    assert start("auto", 2) is None
+    assert start(folder / "step-00000001.safetensors", 0) == 1
+    assert [state for _, _, state in steps(told(capsys, "ls", folder))] == [f"{COMPLETE}, abandoned", COMPLETE]
+    assert told(capsys, "prune", folder, "--keep", 1) == [str(folder / "step-00000002.safetensors")]
+    assert start("auto", 0) == 1
 
 
 def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):

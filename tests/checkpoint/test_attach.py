@@ -17,6 +17,7 @@ from shoestring import checkpoint
 from shoestring.checkpoint.attached import addresses
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.core.compose import compose
+from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import jobs
@@ -154,3 +155,44 @@ def test_a_loop_that_ends_right_after_a_checkpoint_saves_it_once(tmp_path):
     assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
     with closing(job()) as again:
         assert again.restore("auto") == 3
+
+
+def attached(tmp_path, state, **settings):
+    given = {"folder": str(tmp_path / "saves"), "memory": str(tmp_path / "memory"), "memory_every": 0, "disk_every": 0}
+    return checkpoint.attach(state, settings=checkpoint.Tiered(**given | settings))
+
+
+def test_a_state_that_was_renamed_is_told_of(tmp_path, caplog):
+    with attached(tmp_path, {"model": nn.Linear(3, 3), "other": nn.Linear(1, 1)}) as saves:
+        saves.step(last=True)
+    with attached(tmp_path, {"net": nn.Linear(3, 3), "other": nn.Linear(1, 1)}) as saves:
+        assert saves.restore() == 1
+    place = f"step 1 of `{tmp_path / 'saves'}`"
+    assert caplog.messages == [f"{place} holds no `net`, which starts afresh", f"of {place} nothing takes `model`"]
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    ({"model": nn.Linear(3, 3).state_dict()}, r"`model` in `state` is a OrderedDict, without `state_dict`"),
+    (nn.Linear(3, 3), r"`state` must be a mapping, got a Linear \(hint: as {\"model\": model}\)"),
+])  # fmt: skip
+def test_what_is_no_state_is_refused_at_once(tmp_path, state, said):
+    with pytest.raises(ConfigError, match=said):
+        attached(tmp_path, state)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    (checkpoint.Tiered(peers="none"), r"`checkpoint.tiered.peers` cannot be 'none'"),
+    (checkpoint.Tiered(keep=2.5), r"`checkpoint.tiered.keep` must be a whole number, at least 1, got 2.5"),
+    (checkpoint.Tiered(differences_on="disk"), r"no differences are kept"),
+    (checkpoint.Plain(), r"`settings` must be a checkpoint.Tiered, got a Plain"),
+])  # fmt: skip
+def test_settings_that_are_none_are_refused_at_once(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        checkpoint.attach({"model": nn.Linear(3, 3)}, settings=settings)
+
+
+def test_a_step_after_the_end_is_refused(tmp_path):
+    with attached(tmp_path, {"model": nn.Linear(3, 3)}) as saves:
+        saves.step()
+    with pytest.raises(CheckpointError, match="the checkpoints are closed"):
+        saves.step(last=True)

@@ -39,7 +39,7 @@ CASES = {
     "schedule-free": [parallel.DDP(), comm.Quantize(bits=8), optim.ScheduleFree()],
     "SGD, LAWA": [parallel.DDP(), comm.Quantize(bits=8), optim.SGD(momentum=0.9), optim.LAWA(every=2)],
 }
-QUICK = {("four bits", True), ("before the step", False)}
+QUICK = {("four bits", True)}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import saving_ranks
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saving_ranks import digest
 from torch_checkpoints import quiet_load, quiet_save
 
@@ -87,7 +87,7 @@ def flat(state):
     return found
 
 
-@pytest.mark.parametrize("kind", ["one", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.slow), "fsdp"])
 def test_a_run_resumes_bitwise_from_what_went_out_and_in_again(runs, kind, pool, tmp_path):
     folder, story = runs[kind]
     exported(folder, tmp_path / "out", "dcp")
@@ -316,6 +316,16 @@ def test_damage_far_behind_the_header_is_found_when_it_is_read(tmp_path):
 def test_resuming_from_an_import_is_no_failure(tmp_path):
     path = exports.commit({"model": {}}, 7, 0, Disk(tmp_path, Files()))
     assert Record.read(path / "manifest.json").notes["last"] is True
+
+
+def test_one_file_is_imported_too_and_never_into_what_was_started(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    imported(tmp_path / "model.safetensors", tmp_path / "run", "safetensors")
+    found = Archive.of(tmp_path / "run").pick(None).content().state("model")
+    assert torch.equal(found["weight"].read(), torch.ones(2))
+    saving_ranks.train(folder=str(tmp_path / "begun"), steps=1)
+    with pytest.raises(CheckpointError, match="a run was started in"):
+        imported(tmp_path / "model.safetensors", tmp_path / "begun", "safetensors")
 
 
 def test_an_import_that_fails_leaves_nothing(tmp_path):

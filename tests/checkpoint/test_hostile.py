@@ -193,6 +193,7 @@ def offers(ranks, there, notes=()):
     ]
 
 
+@pytest.mark.slow
 def test_a_record_of_65536_ranks_takes_no_time():
     recovery = Recovery({}, World(), RankGroup.join(World()))
     ranks = 1 << 16

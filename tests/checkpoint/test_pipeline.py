@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoestring.checkpoint import Tiered
+from shoestring.checkpoint.tiers.disk import MANIFEST
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL, Slot, seals, slots_folder
 from shoestring.checkpoint.tiers.tiered import Checkpointer
@@ -19,15 +20,17 @@ from shoestring.testing.checkpointing.known import KnownState
 
 
 class Gated(Files):
-    """Nothing is sealed while the gate is closed, or there is no room for seals."""
+    """Nothing is sealed while the gate is closed, or there is no room for seals; and the disk has a gate of its own."""
 
     def __init__(self):
-        self.gate = threading.Event()
+        self.gate, self.disk = threading.Event(), threading.Event()
         self.gate.set()
-
+        self.disk.set()
         self.full = False
 
     def replace(self, path, data, *, durable=True):
+        if path.name == MANIFEST:
+            self.disk.wait(30)
         if path.name.endswith(SEAL):
             self.gate.wait(30)
             if self.full:
@@ -43,7 +46,9 @@ class Rig:
         self.state = KnownState(partial(torch.full, (1000,)))
         kept = {"mine": Kept(self.state, "own", None), "progress": Kept(self.progress, "same", None)}
         self.settings = Tiered(
-            folder=str(folder / "saves"), memory=str(folder / "memory"), memory_every=1, disk_every=0, **settings
+            folder=str(folder / "saves"),
+            memory=str(folder / "memory"),
+            **{"memory_every": 1, "disk_every": 0} | settings,
         )
         self.folder = slots_folder(self.settings, World())
         self.checkpointer = Checkpointer(kept, self.progress, World(), self.settings, self.folder, set, self.files)
@@ -71,6 +76,7 @@ def rig(tmp_path):
     yield make
     for each in made:
         each.files.gate.set()
+        each.files.disk.set()
         each.checkpointer.close()
 
 
@@ -102,6 +108,20 @@ def test_with_two_slots_one_checkpoint_is_under_way_at_a_time(rig):
     found.files.gate.set()
     found.checkpointer.drain()
     assert found.held() == [2, 3]
+
+
+def test_nothing_is_copied_for_a_disk_that_is_late(rig):
+    found = rig(memory_every=0, disk_every=5)
+    found.files.disk.clear()
+    held = [found.step() for _ in range(5)]
+    found.checkpointer.stager.finish()
+    held += [found.step() for _ in range(15)]
+    assert {step for steps in held for step in steps} <= {5}
+    found.files.disk.set()
+    found.checkpointer.drain()
+    found.step()  # what was put off is made up for
+    found.checkpointer.drain()
+    assert found.held() == [5, 21]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4])

@@ -105,7 +105,8 @@ def test_hosts_exchange_rows_that_their_ranks_have_summed(pool, feature, wrap):
         assert torus[0]["numbers"]["wire_mb"] < 0.4 * flat[0]["numbers"]["wire_mb"]
 
 
-@pytest.mark.parametrize("feature", quick(EXCHANGES[1:7:2], 1), ids=label)
+@slow
+@pytest.mark.parametrize("feature", EXCHANGES[1:7:2], ids=label)
 def test_shards_of_fsdp_travel_between_hosts(pool, feature):
     results = pool.call(
         exchanges.train, features=[encode(parallel.FSDP(hosts="leave")), encode(feature)], steps=20, local=2, wrap=False

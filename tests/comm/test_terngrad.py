@@ -28,7 +28,7 @@ def mean(grads: list[Grads], name: str) -> torch.Tensor:
     return torch.stack([each[name] for each in grads]).mean(0)
 
 
-@pytest.mark.parametrize("owners", [False, True])
+@pytest.mark.parametrize("owners", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_is_unbiased(owners):
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors."""
     trials, name = 300, "matrix"

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim import SGD, AdamW
 
 from shoestring.core.compose import attach, compose
+from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
 from shoestring.core.world import World
 
@@ -72,3 +73,29 @@ def same(ours, theirs):
             same(one, other)
     else:
         assert ours == theirs
+
+
+def test_an_optimizer_whose_parameters_go_by_numbers_is_read_by_their_places():
+    """As torch saves it, and other programs with it."""
+    torch.manual_seed(0)
+    model, fewer = nn.Linear(2, 3), nn.Linear(2, 3, bias=False)
+    theirs = AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    theirs.step()
+    ours = nn.Linear(2, 3)
+    with attach(ours, AdamW(ours.parameters())) as job:
+        job.kept["optimizer"].state.load_state_dict(theirs.state_dict())
+        found = job.kept["optimizer"].state.state_dict()["state"]
+    for index, name in enumerate(("weight", "bias")):
+        assert all(torch.equal(found[name][key], value) for key, value in theirs.state_dict()["state"][index].items())
+    with attach(fewer, AdamW(fewer.parameters())) as job, pytest.raises(ValueError, match="longer|shorter"):
+        job.kept["optimizer"].state.load_state_dict(theirs.state_dict())
+
+
+def test_a_scheduler_of_torch_is_refused():
+    """It steps after the step was saved, and computes rates from those that it had set, which are no state here."""
+    model = nn.Linear(2, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with attach(model, optimizer) as job, pytest.raises(ConfigError, match="`schedule` would resume at other"):
+        job.keep("schedule", schedule)

@@ -139,14 +139,16 @@ class Tiered(Feature):
             if value != "auto" and not (isinstance(value, int) and value >= 0):
                 raise ConfigError(f'`{self.name}.{key}` must be "auto" or a number of steps, got {value!r}')
         for key, least in (("keep", 1), ("slots", 2), ("set_size", 2)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"`{self.name}.{key}` must be at least {least}, got {getattr(self, key)}")
-
+            if not isinstance(value := getattr(self, key), int) or value < least:
+                raise ConfigError(f"`{self.name}.{key}` must be a whole number, at least {least}, got {value!r}")
         for key in ("budget", "deadline"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"`{self.name}.{key}` must not be negative, got {getattr(self, key)}")
 
         most = self.differences // 2
+        if self.differences_on != "memory" and not self.differences:
+            said = f'`{self.name}.differences_on` is "{self.differences_on}", and no differences are kept'
+            raise ConfigError(said, hint="set differences = 16")
         if self.differences < 0 or self.differences == 1:
             said = f"`{self.name}.differences` must be 0, or at least 2 steps, got {self.differences}"
             raise ConfigError(said)

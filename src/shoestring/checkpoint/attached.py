@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.differences.averages import KeptAverages
 from shoestring.checkpoint.differences.differences import STEPS, Differences
 from shoestring.checkpoint.recovery.resume import forget_all, resume
 from shoestring.checkpoint.tiers.slots import Slot, slots_folder
 from shoestring.checkpoint.tiers.tiered import Checkpointer
-from shoestring.core.errors import ConfigError
+from shoestring.core.compose import check_features
+from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
-
-if TYPE_CHECKING:
-    from shoestring.checkpoint import Tiered
 
 log = logging.getLogger("shoestring")
 
@@ -145,8 +145,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_names(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
-    """Raise ConfigError where two states would be saved under one name."""
+def _check_given(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
+    """Raise ConfigError where something is no state, or two of them would be saved under one name."""
+    for key, given in (("state", state), ("own", own)):
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"`{key}` must be a mapping, got a {type(given).__name__}", hint='as {"model": model}')
+        for name, each in given.items():
+            if not isinstance(each, Stateful):
+                said = f"`{name}` in `{key}` is a {type(each).__name__}, without `state_dict` and `load_state_dict`"
+                raise ConfigError(said, hint="give the object itself, such as the model, not what it holds")
     for name in OURS:
         if name in state or name in own:
             raise ConfigError(
@@ -163,12 +170,15 @@ class Attached:
     """
 
     def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
-        self.progress, world = Progress(), World.current()
+        self.progress, self.closed, world = Progress(), False, World.current()
+        check_features([settings])
+        if not isinstance(settings, Tiered):
+            raise ConfigError(f"`settings` must be a checkpoint.Tiered, got a {type(settings).__name__}")
         settings.validate(world.hosts)
         if settings.differences:
             said = f"`{settings.name}.differences` replays steps of a job, which `checkpoint.attach` knows nothing of"
             raise ConfigError(said, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`")
-        _check_names(state, own)
+        _check_given(state, own)
         self._hooks: list[Callable[[], None]] = []
         kept = {name: Kept(each, "shard", None) for name, each in state.items()}
         kept |= {name: Kept(each, "own", None) for name, each in own.items()}
@@ -181,12 +191,14 @@ class Attached:
             if isinstance(owner, Optimizer):
                 self._hooks.append(owner.register_step_pre_hook(lambda *_: self.checkpointer.wait()).remove)
 
-    def restore(self, where: str = "auto") -> int:
-        """Resume from the newest state there is; the steps done, 0 where there is none."""
-        return resume(self.checkpointer, where) or 0
+    def restore(self, where: str | Path = "auto") -> int:
+        """Resume from the newest state there is, or from what is named; the steps done, 0 where there is none."""
+        return resume(self.checkpointer, str(where)) or 0
 
     def step(self, *, last: bool = False) -> None:
         """Count a step, and save where that is due; everything and at once if it is the `last`."""
+        if self.closed:
+            raise CheckpointError("the checkpoints are closed", hint="call `step` inside of the `with` block")
         self.progress.step += 1
         self.checkpointer.capture(last)
         if not self._hooks:  # nobody says when the optimizer will change what is being copied
@@ -195,6 +207,7 @@ class Attached:
     def close(self) -> None:
         for remove in self._hooks:
             remove()
+        self.closed = True
         close(self.checkpointer)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
-"""`shoestring checkpoint`: the checkpoints of a run, wherever they are; listed, verified, shown and deleted."""
+"""`shoestring checkpoint`: the checkpoints of a run, wherever they are; listed, verified and shown."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,17 +11,16 @@ from typing import Any
 
 from shoestring import run as runs
 from shoestring.checkpoint import Plain, Tiered
+from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.layout import PRIVATE
 from shoestring.checkpoint.format.manifest import Record
 from shoestring.checkpoint.format.tree import root
 from shoestring.checkpoint.interop import exports
-from shoestring.checkpoint.recovery.resume import forget_all
 from shoestring.checkpoint.tiers import peer_copies
-from shoestring.checkpoint.tiers.claim import LOCK
-from shoestring.checkpoint.tiers.disk import ASIDE, MANIFEST, Disk
-from shoestring.checkpoint.tiers.file_acts import Files, Lock
+from shoestring.checkpoint.tiers.disk import MANIFEST
+from shoestring.checkpoint.tiers.plain import continued
 from shoestring.checkpoint.tiers.slots import seals, slots_folder
-from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
 
 DISK, MEMORY = "disk", "memory"
@@ -69,9 +68,22 @@ class Archive:
         there = [
             checkpoint for checkpoint in (*self._on_disk(), *self._in_memory()) if self.only in (None, checkpoint.path)
         ]
-        return sorted(
-            there, key=lambda checkpoint: (checkpoint.step, checkpoint.start, checkpoint.level == DISK), reverse=True
-        )
+        there.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.start, checkpoint.level == DISK), reverse=True)
+        continued = self._continued()
+        return [replace(checkpoint, abandoned=not continued(checkpoint)) for checkpoint in there]
+
+    def _continued(self) -> Callable[[FoundCheckpoint], bool]:
+        """Whether the run would resume from a checkpoint, as far as its history says."""
+        history, files = None, {*continued(self.folder)}
+        with suppress(CheckpointError):  # a damaged one says nothing
+            history = History.read(self.folder)
+
+        def holds(checkpoint: FoundCheckpoint) -> bool:
+            if not checkpoint.places:
+                return checkpoint.path in files or not checkpoint.path.is_file()
+            return history is None or history.holds(checkpoint.places[0][1].checkpoint)
+
+        return holds
 
     def some(self) -> list[FoundCheckpoint]:
         """What is there, newest first.
@@ -102,13 +114,14 @@ class Archive:
             yield FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
     def pick(self, step: int | None) -> FoundCheckpoint:
-        """The checkpoint of a step, else the newest; on disk rather than in memory, which may be written at any time.
+        """The checkpoint of a step, else the newest that the run has not gone back from; on disk rather than in
+        memory, which may be written at any time.
 
         Raises:
             CheckpointError: there is none that can be read.
         """
         there = [checkpoint for checkpoint in self.found() if not checkpoint.state.startswith(("not", "damaged"))]
-        there.sort(key=lambda checkpoint: checkpoint.level == DISK, reverse=True)
+        there.sort(key=lambda checkpoint: (not checkpoint.abandoned, checkpoint.level == DISK), reverse=True)
         chosen = next((checkpoint for checkpoint in there if step in (None, checkpoint.step)), None)
         if chosen is not None:
             return chosen
@@ -142,12 +155,15 @@ class FoundCheckpoint:
     """Seconds since 1970."""
     path: Path
     places: Places = field(default=(), repr=False)
+    abandoned: bool = False
+    """Whether the run has gone back from it, or another start has taken over: it is resumed only if it is named."""
 
     def row(self) -> dict[str, Any]:
         """For a table."""
-        names = ("step", "start", "level", "ranks", "bytes", "state")
+        row = {name: getattr(self, name) for name in ("step", "start", "level", "ranks", "bytes", "state")}
+        row["state"] += ", abandoned" if self.abandoned and self.state == COMPLETE else ""
         saved = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.time))
-        return {name: getattr(self, name) for name in names} | {"time": saved, "path": str(self.path)}
+        return row | {"time": saved, "path": str(self.path)}
 
     def content(self) -> exports.Saved:
         """What is in it.
@@ -326,73 +342,3 @@ def _values(state: Any, path: str = "") -> list[tuple[str, Any]]:
     if isinstance(state, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in state):
         return [pair for at, each in enumerate(state) for pair in _values(each, f"{path}/{at}")]
     return [(path.strip("/"), state)]
-
-
-# -- deleting ---------------------------------------------------------------------------------------------------------
-
-
-def prune(archive: Archive, keep: int, memory: bool) -> list[Path]:
-    """Delete all but the newest checkpoints on disk, once those have proved good; and what a dead run has in memory.
-
-    Raises:
-        ConfigError: nothing would be kept.
-        CheckpointError: there is nothing, what would be kept is damaged, or the run is not dead.
-    """
-    if keep < 1:
-        raise ConfigError(f"--keep must be at least 1, got {keep}")
-    going = users(archive.memory)
-    if memory and going:
-        listed = ", ".join(map(str, going))
-        raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
-    every = archive.found() if memory and archive.memory.exists() else archive.some()
-    there = [checkpoint for checkpoint in every if checkpoint.level == DISK and not checkpoint.path.is_symlink()]
-    good = [checkpoint for checkpoint in there if not checkpoint.state.startswith(("not", "damaged"))]
-    for checkpoint in good[:keep]:
-        if wrong := verify(checkpoint):
-            raise CheckpointError(
-                f"nothing is deleted: the checkpoint of step {checkpoint.step} is damaged: {wrong[0]}",
-                hint="delete that one first",
-            )
-    # Other programs' folders may begin with `step-`, too, and another host may be writing here.
-    left = [
-        checkpoint
-        for checkpoint in there
-        if ASIDE.fullmatch(checkpoint.path.name) and not going and not _locked(archive.folder)
-    ]
-    gone = [checkpoint.path for checkpoint in (*good[keep:], *left)]
-    _delete(archive.folder, gone)
-    if memory and archive.memory.exists():
-        forget_all(archive.memory)
-        gone.append(archive.memory)
-    return gone
-
-
-def _locked(folder: Path) -> bool:
-    """Whether a run holds the lock of its folder of checkpoints."""
-    if not (folder / LOCK).exists():
-        return False
-    try:
-        held = Lock.of(folder / LOCK)
-    except OSError:
-        return True
-    if held is not None:
-        held.release()
-    return held is None
-
-
-def _delete(folder: Path, paths: Sequence[Path]) -> None:
-    for path in paths:
-        if path.is_file():
-            path.unlink(missing_ok=True)
-    Disk(folder, Files()).retire(path for path in paths if path.is_dir())
-
-
-def users(memory: Path) -> list[int]:
-    """The processes on this host that have a run's slots mapped."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            lines = path.read_text(errors="replace").splitlines()
-            if any(f"{memory.resolve()}/" in line and not line.endswith("(deleted)") for line in lines):
-                found.append(int(path.parent.name))
-    return sorted(found)

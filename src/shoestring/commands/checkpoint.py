@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
+from shoestring.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Ls:
@@ -110,6 +112,8 @@ class Import:
         from shoestring.commands.archive import Archive
         from shoestring.commands.interchange import take_in
 
+        if self.step is not None and self.step < 0:
+            raise ConfigError(f"--step must not be negative, got {self.step}")
         print(take_in(Archive.of(self.to), self.folder, self.way, self.step, self.model, self.optimizer))
         return 0
 
@@ -128,7 +132,8 @@ class Prune:
     """Print JSON in place of a table."""
 
     def __call__(self) -> int:
-        from shoestring.commands.archive import Archive, prune
+        from shoestring.commands.archive import Archive
+        from shoestring.commands.pruning import prune
 
         gone = [str(path) for path in prune(Archive.of(self.run), self.keep, self.memory)]
         print(json.dumps(gone, indent=2) if self.json else "\n".join(f"deleted {path}" for path in gone))

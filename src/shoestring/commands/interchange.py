@@ -15,6 +15,7 @@ from torch import nn
 
 from shoestring import run as runs
 from shoestring._torch import tree_map_only
+from shoestring.checkpoint.format.history import HISTORY
 from shoestring.checkpoint.interop import dcp, exports
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
@@ -180,6 +181,8 @@ def take_in(archive: Archive, source: Path, way: Way, step: int | None, model: s
             f"the run has a checkpoint of step {newest[0].step} already: `{newest[0].path}`",
             hint="name a new folder by --to",
         )
+    if (archive.folder / HISTORY).exists():  # "auto" continues that start, and nothing else
+        raise CheckpointError(f"a run was started in `{archive.folder}` already", hint="name a new folder by --to")
     if way == "dcp":
         states = dcp.renamed(dcp.read(source), model, optimizer)
     else:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoestring._torch import own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
@@ -101,6 +102,8 @@ class Job:
         """
         if name in self.kept:
             raise ConfigError(f"two features keep state under the name `{name}`")
+        if isinstance(state, LRScheduler):  # rates are settings of a run, and a step is saved before it has stepped
+            raise ConfigError(f"`{name}` would resume at other learning rates", hint="use optim.Schedule in its place")
         self.kept[name] = Kept(state, across, merge)
 
     def patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -371,9 +374,8 @@ class Job:
         assert not isinstance(self.optimizer, Optimizer)
         self.built_optimizer = self.optimizer(self.parameters)
         if not isinstance(self.built_optimizer, Optimizer):
-            returned = type(self.built_optimizer).__name__
-            hint = "give a function from parameters to an optimizer, or the optimizer itself"
-            raise ConfigError(f"`optimizer` returned a {returned}, not a torch.optim.Optimizer", hint=hint)
+            said = f"`optimizer` returned a {type(self.built_optimizer).__name__}, not a torch.optim.Optimizer"
+            raise ConfigError(said, hint="give a function from parameters to an optimizer, or the optimizer itself")
         self.exits.callback(self.built_optimizer.register_step_pre_hook(self._step.before_update).remove)
         self.exits.callback(self.built_optimizer.register_step_post_hook(self._step.after_update).remove)
         self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
@@ -382,8 +384,7 @@ class Job:
         frozen = [kept.state.within_model for kept in self.kept.values() if isinstance(kept.state, Reference)]
         model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen))
         self.keep("model", model, across="shard")
-        optimizer = OptimizerState(self.built_optimizer, self.named, self._step.hooks_off)
-        self.keep("optimizer", optimizer, across="shard")
+        self.keep("optimizer", OptimizerState(self.built_optimizer, self.named, self._step.hooks_off), across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")

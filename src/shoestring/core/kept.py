@@ -130,16 +130,20 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         self._lay_out()
         names = {tensor: name for name, tensor in self.named().items()}
-        numbered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        numbered = [names[parameter] for parameter in _parameters(self.optimizer.param_groups)]
         raw = self.optimizer.state_dict()
         groups = [group | {"params": [numbered[index] for index in group["params"]]} for group in raw["param_groups"]]
         return {"state": {numbered[index]: values for index, values in raw["state"].items()}, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Fill what there is, in place; state that this optimizer does not keep is left out."""
+        """Fill what there is, in place; state that this optimizer does not keep is left out. Where parameters go by
+        numbers, as another program has saved them, they are those of the same places."""
         self._lay_out()
-        for name, tensor in self.named().items():
+        tensors, saved = self.named(), _parameters(state_dict["param_groups"])
+        if not tensors.keys() & {*saved}:
+            tensors = dict(zip(saved, _parameters(self.optimizer.param_groups), strict=True))
+        for name, tensor in tensors.items():
             for key, value in state_dict["state"].get(name, {}).items():
                 state = self.optimizer.state[tensor]
                 if isinstance(state.get(key), Tensor):
@@ -151,8 +155,7 @@ class OptimizerState:
         """Let an optimizer that made no step yet make its state, as if none was made."""
         if self.optimizer.state:
             return
-        groups = self.optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        groups, parameters = self.optimizer.param_groups, _parameters(self.optimizer.param_groups)
         before = [(parameter, parameter.grad) for parameter in parameters]
         rates = [group["lr"] for group in groups]
         for parameter in parameters:
@@ -168,6 +171,11 @@ class OptimizerState:
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
+
+
+def _parameters(groups: Sequence[dict[str, Any]]) -> list[Any]:
+    """What an optimizer's groups hold: its parameters, or what they are called in its state."""
+    return [each for group in groups for each in group["params"]]
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:

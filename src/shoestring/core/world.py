@@ -212,13 +212,8 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
         on_gpu = "nccl" in dist.get_backend_config()  # where none was named, `get_backend` knows none
-        return cls(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            local_rank=local_rank,
-            local_size=local_size,
-            device=own_device(local_rank) if on_gpu else torch.device("cpu"),
-        )
+        device = own_device(local_rank) if on_gpu else torch.device("cpu")
+        return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
 
 
 def own_device(local_rank: int) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
 
+log = logging.getLogger("shoestring")
+
+BESIDES = frozenset({"best", "checkpoint", "progress", "random", "scaler"})
+"""The names of states that a run keeps besides the model, its optimizer, and what it was told to keep."""
+
 _HINTS = {
-    "model": "the model of this run is another one than the checkpoint's: set the run file's `model` and [model] back, "
-    "or start from scratch in another folder (--run.folder NEW)"
+    "model": "the model of this run is another one than the checkpoint's: make it as it was (by `model` and [model] in "
+    "a run file), or start from scratch in another folder (--run.folder NEW)",
+    "optimizer": "the optimizer of this run has other parameters than the checkpoint's: give it the same, in that order",
 }
 
 
@@ -68,6 +75,17 @@ def reason_of(error: Exception) -> str:
 def misfit(source: str, name: str, reason: str) -> CheckpointError:
     """The error for a state that the run cannot load, with what to do where that is known."""
     return CheckpointError(f"{source} does not fit this run's {name}: {reason}", hint=_HINTS.get(name, ""))
+
+
+def tell_missing(source: str, wanted: Iterable[str], saved: Iterable[str]) -> None:
+    """Warn of states that a checkpoint lacks, and of those that it holds and nobody takes: one of them was renamed,
+    perhaps. What a run keeps by itself starts afresh without a word."""
+    lacking, unused = sorted({*wanted} - {*saved} - BESIDES), sorted({*saved} - {*wanted} - BESIDES)
+    if lacking:
+        listed, starts = ", ".join(f"`{name}`" for name in lacking), "starts" if len(lacking) == 1 else "start"
+        log.warning("%s holds no %s, which %s afresh", source, listed, starts)
+    if unused:
+        log.warning("of %s nothing takes %s", source, ", ".join(f"`{name}`" for name in unused))
 
 
 def unreadable(folder: Path | str, reason: str) -> CheckpointError:

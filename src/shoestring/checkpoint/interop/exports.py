@@ -219,13 +219,13 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all safetensors files in a folder, by name; they are mapped, not read.
+    """The tensors of one safetensors file, or of all in a folder, by name; they are mapped, not read.
 
     Raises:
         CheckpointError: there are none, one is damaged, or two hold the same name.
     """
     tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
         try:
             open_regular(path).close()
             with safe_open(path, framework="pt") as file:

@@ -247,6 +247,11 @@ class Wanted:
         """What its first rank said of it when it was saved."""
         return self._trees[0]
 
+    @property
+    def saved(self) -> set[str]:
+        """The names of all states that it holds."""
+        return {name for about in self._trees.values() for trees in about["trees"].values() for name in trees}
+
     def reads(self) -> dict[str, list[Read]]:
         """Everything to read, for each name that is kept."""
         for name in self.kept:

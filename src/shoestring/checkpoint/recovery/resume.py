@@ -13,7 +13,7 @@ from pathlib import Path
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.layout import PRIVATE
 from shoestring.checkpoint.format.manifest import CheckpointId
-from shoestring.checkpoint.format.state import misfit, reason_of, unreadable
+from shoestring.checkpoint.format.state import misfit, reason_of, tell_missing, unreadable
 from shoestring.checkpoint.recovery.attempts import MOST, Attempts
 from shoestring.checkpoint.recovery.reader import DISK, MEMORY, Offer, Wanted
 from shoestring.checkpoint.recovery.search import Choice, Recovery, seals_under
@@ -135,6 +135,8 @@ def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
     Raises:
         CheckpointError: on all ranks: a state does not fit.
     """
+    if checkpointer.world.first:
+        tell_missing(source, checkpointer.kept, wanted.saved)
     for name in sorted(checkpointer.kept, key=lambda name: name == "random"):
         reason = ""
         try:

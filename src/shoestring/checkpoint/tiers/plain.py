@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.checkpoint.format.state import misfit, pack, reason_of, unpack, unreadable
+from shoestring.checkpoint.format.state import misfit, pack, reason_of, tell_missing, unpack, unreadable
 from shoestring.checkpoint.tiers.staging import buffer_names
 from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Job, Kept
@@ -183,11 +183,15 @@ class Restorer:
             raise unreadable(candidates[0].parent, f"all {len(candidates)} are damaged")
         if where != "auto":
             raise CheckpointError(
-                f"`{where}` holds no checkpoint", hint="name a run folder or a step-*.safetensors file"
+                f"`{where}` holds no checkpoint", hint="name the folder of a run's checkpoints, or one of them"
             )
         return None, b""
 
     def _load(self, content: dict[str, Any], source: str) -> None:
+        if self.world.first:
+            tell_missing(
+                f"`{source}`", self.kept, {*content["shared"], *(name for own in content["own"] for name in own)}
+            )
         # Random numbers last: loading the rest may draw some.
         for name in sorted(self.kept, key=lambda name: name == "random"):
             state = self._part(name, content)

@@ -89,9 +89,8 @@ class CheckpointSchedule:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> set[str]:
-        """The levels that save after this step; every checkpoint goes through memory."""
-        levels = {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
-        return levels | {MEMORY} if levels else levels
+        """The levels that save after this step, or were to save earlier; every checkpoint goes through memory."""
+        return {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
 
     def postpone(self, levels: set[str]) -> None:
         """Save at these after the next step: now was too early."""

@@ -234,11 +234,10 @@ class Checkpointer:
         self.schedule.total = self.progress.total
         if self.world.first and (news := self.schedule.news()):
             log.info("checkpoint.tiered: %s", news)
-        if slot is None:
-            self.schedule.postpone(due)
-            return
         further = due & {PEERS, DISK} if idle else set()
         self.schedule.postpone(due)
+        if slot is None or not (further or MEMORY in due):  # nothing could be done with another copy yet
+            return
         self.schedule.done({MEMORY} | further)
         self.stage(slot, self._checkpoint(step))
         self._then(slot, self._checkpoint(step), further, loss)
@@ -335,7 +334,8 @@ class Checkpointer:
             if not (reason := self.standing.lacking[level]):
                 self.finished = self.on_disk = level == DISK
                 return
-        raise CheckpointError(f"cannot save step {step}: {reason}", hint="earlier checkpoints are intact; free space")
+        hint = "earlier checkpoints are intact; make room in the folder, or see who may write there"
+        raise CheckpointError(f"cannot save step {step}: {reason}", hint=hint)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
