@@ -20,6 +20,7 @@ from shoestring.checkpoint.interop import dcp, exports, pickles
 from shoestring.checkpoint.interop.pickles import Call, inert, plain
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
+from shoestring.cli import main
 from shoestring.commands.archive import Archive
 from shoestring.commands.interchange import export, take_in
 from shoestring.core.errors import CheckpointError
@@ -326,6 +327,11 @@ def test_one_file_is_imported_too_and_never_into_what_was_started(tmp_path):
     saving_ranks.train(folder=str(tmp_path / "begun"), steps=1)
     with pytest.raises(CheckpointError, match="a run was started in"):
         imported(tmp_path / "model.safetensors", tmp_path / "begun", "safetensors")
+
+
+def test_a_step_below_zero_is_refused(tmp_path, capsys):
+    assert main(["checkpoint", "import", str(tmp_path), "--to", str(tmp_path / "run"), "--step", "-5"]) == 2
+    assert "--step must not be negative, got -5" in capsys.readouterr().err
 
 
 def test_an_import_that_fails_leaves_nothing(tmp_path):

@@ -88,7 +88,7 @@ def test_an_optimizer_whose_parameters_go_by_numbers_is_read_by_their_places():
         found = job.kept["optimizer"].state.state_dict()["state"]
     for index, name in enumerate(("weight", "bias")):
         assert all(torch.equal(found[name][key], value) for key, value in theirs.state_dict()["state"][index].items())
-    with attach(fewer, AdamW(fewer.parameters())) as job, pytest.raises(ValueError, match="longer|shorter"):
+    with attach(fewer, AdamW(fewer.parameters())) as job, pytest.raises(ValueError, match=r"longer|shorter"):
         job.kept["optimizer"].state.load_state_dict(theirs.state_dict())
 
 

@@ -25,7 +25,7 @@ BESIDES = frozenset({"best", "checkpoint", "progress", "random", "scaler"})
 _HINTS = {
     "model": "the model of this run is another one than the checkpoint's: make it as it was (by `model` and [model] in "
     "a run file), or start from scratch in another folder (--run.folder NEW)",
-    "optimizer": "the optimizer of this run has other parameters than the checkpoint's: give it the same, in that order",
+    "optimizer": "the optimizer of this run has other parameters than the checkpoint's: give it the same, in order",
 }
 
 

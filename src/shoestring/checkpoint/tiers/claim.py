@@ -180,6 +180,8 @@ class Claim:
                     self.disk.folder.rmdir()
         if self._presence is not None:
             self._presence.release(remove=True)
+            with suppress(OSError):  # unless something is left in it
+                self.memory.rmdir()
         self._lock = self._presence = None
 
 
