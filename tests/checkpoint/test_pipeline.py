@@ -124,6 +124,21 @@ def test_nothing_is_copied_for_a_disk_that_is_late(rig):
     assert found.held() == [5, 21]
 
 
+def test_slots_that_nobody_fills_any_more_go_once_something_newer_is_safe(rig):
+    """As of a start of more ranks on this host, or of more slots, or with peers."""
+    found = rig(disk_every=2)
+    left = [found.folder / f"{name}.private" for name in ("own-1-0", "own-0-5", "held-0-1", "rebuilt-3")]
+    others = [found.folder / name for name in ("steps-1.ring", "notes.txt")]
+    for path in (*left, *others):
+        path.write_bytes(b"x")
+    found.step()
+    found.checkpointer.drain()
+    assert all(path.exists() for path in left)
+    found.step()
+    found.checkpointer.drain()
+    assert [path for path in (*left, *others) if path.exists()] == others and found.held() == [1, 2]
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_what_is_safe_in_memory_stays_while_later_checkpoints_cannot_be_sealed(rig, slots):
     found = rig(slots=slots)

@@ -25,7 +25,7 @@ from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import tried
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.save_schedule import DISK, LEVELS, MEMORY, PEERS, CheckpointSchedule
-from shoestring.checkpoint.tiers.slots import SEAL, Slot, oldest
+from shoestring.checkpoint.tiers.slots import Slot, oldest
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.errors import CheckpointError
 from shoestring.core.trace import span
@@ -90,7 +90,8 @@ class Keeper:
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
         self._nbytes = 0  # of what is kept
-        self._rebuilt: list[Slot] = []
+        self._left: list[Slot] = []
+        """Slots of earlier starts that nobody fills any more; what is in them is needed until a newer one is safe."""
 
     def begin(self, history: History, own: list[Slot]) -> None:
         """Begin a start of the run."""
@@ -98,8 +99,13 @@ class Keeper:
             slot.resume(history)
         held = max((slot.checkpoint for slot in self.held if slot.checkpoint), default=None)
         self.pinned = next((slot for slot in own if slot.checkpoint and slot.checkpoint == held), None)
-        rebuilt = self.folder.glob(f"{REBUILT}*{SEAL}") if self.world.local_rank == 0 else ()
-        self._rebuilt = [Slot(path.with_name(path.name.removesuffix(SEAL)), self.files) for path in rebuilt]
+        if self.world.local_rank == 0:
+            counts = {"own": len(own), "held": len(self.held) if self.schedule.has_peers else 0}
+            ranks = range(self.world.local_size)
+            filled = {f"{kind}-{rank}-{at}" for kind, count in counts.items() for rank in ranks for at in range(count)}
+            stems = {path.name.partition(".")[0] for path in self.folder.glob("*.*")}
+            left = sorted(stem for stem in stems - filled if stem.startswith((*counts, REBUILT)))
+            self._left = [Slot(self.folder / stem, self.files) for stem in left]
 
     # -- for the training thread --------------------------------------------------------------------------------------
 
@@ -160,8 +166,8 @@ class Keeper:
             if DISK in levels:
                 self._persist(slot, record)
             if max(self.standing.safe[PEERS], self.standing.safe[DISK]):
-                while self._rebuilt:
-                    self._rebuilt.pop().close()
+                while self._left:
+                    self._left.pop().close()
         except (RuntimeError, ConnectionError) as error:  # a rank is lost, which training will notice, too
             level = PEERS if PEERS in levels else DISK
             self.standing.lacks(level, (str(error).splitlines() or [""])[0])
