@@ -248,8 +248,8 @@ class Unfit:
 
 def test_whatever_a_state_raises_says_that_it_does_not_fit(tmp_path):
     kept = {"mine": Kept(Unfit(), "same", None)}
-    wanted = SimpleNamespace(state=lambda name: {})
-    checkpointer = SimpleNamespace(kept=kept, group=RankGroup.join(World()))
+    wanted = SimpleNamespace(state=lambda name: {}, saved={"mine"})
+    checkpointer = SimpleNamespace(kept=kept, world=World(), group=RankGroup.join(World()))
     with pytest.raises(CheckpointError, match="step 3 does not fit this run's mine: unhashable type"):
         load(checkpointer, wanted, "step 3")
     path = tmp_path / "step-00000003.safetensors"
