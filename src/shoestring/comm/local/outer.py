@@ -28,7 +28,7 @@ from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import Wire, find_finite, naming_failures
+from shoestring.comm.exchange.wire import Wire, all_finite, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
@@ -124,7 +124,10 @@ class OuterOptimizer:
             self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
         self.pool = FlatPool(self.fragments)
         persistent = job.module.state_dict(keep_vars=True)
-        self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
+        floating = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
+        # A mask of infinite entries, or of the lowest number, has no sum over the ranks and stays as it is. All ranks
+        # leave out the same buffers, which are equal on all of them when attached.
+        self.buffers = [b for b in floating if all_finite([b * job.world.ranks_over(DATA)])]
         self.pending: list[PendingMerge] = []
         self.asked = self.agreed = False  # votes to stop: of this rank; of any rank, agreed at a merge
         self.error: NonFiniteError | None = None
@@ -240,7 +243,7 @@ class OuterOptimizer:
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].split_named(mean)
         loads = [(self.dense if plain else self.codec, grads), (self.dense, number_tensors(buffers))]
-        status = self.channel.send(loads, self._status_row(means), step)
+        status = self.channel.send(loads, self._status_row([*means, *buffers]), step)
         self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status, weights if keep else []))
 
     def _status_row(self, sent: Sequence[Tensor]) -> Tensor:
@@ -258,7 +261,7 @@ class OuterOptimizer:
         merged: list[int] = []
         for merge in list(pending):
             with self.metrics.exposed():
-                self._check_status(merge.status.result(), "weights")
+                self._check_status(merge.status.result(), "weights or buffers")
             self.pending.remove(merge)
             outer = (1.0, 0.0, False) if merge.plain else self.settings.outer
             with span("outer", "compute"):
