@@ -71,6 +71,17 @@ def test_what_was_not_trained_when_it_was_attached_is_refused(pool, thaw, name):
         assert f"`{name}`" in said
 
 
+def test_what_was_frozen_when_local_steps_were_attached_is_refused():
+    job = small_job()
+    job.module.up.requires_grad_(False)
+    with compose(job, [comm.DiLoCo(every=2)]):
+        job.step(batch())
+        job.module.up.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"`up.bias` was not trained when `comm\.diloco` was attached") as error:
+            job.step(batch())
+        assert "`up.weight`" in str(error.value) and job.progress.step == 1
+
+
 CONSERVING = [
     comm.TopK(density=0.1),
     comm.PowerSGD(rank=1),

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shoestring._torch import overflows
 from shoestring.comm.codecs.traffic import ring_bytes
-from shoestring.comm.exchange.coordinator import Coordinator, join_names
+from shoestring.comm.exchange.coordinator import Coordinator, join_names, refuse_added
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
 from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
@@ -137,11 +137,7 @@ def _exchange(job: Job, tensors: Mapping[str, Tensor], state: ExchangeState, nam
     if state.replaying:
         return
     trained, coordinator = job.trained, state.coordinator
-    if new := [parameter for parameter in trained if parameter not in tensors]:
-        raise ConfigError(
-            f"{join_names(new)} was not trained when `{name}` was attached, and is now",
-            hint=f"attach `{name}` afterwards",
-        )
+    refuse_added(name, [parameter for parameter in trained if parameter not in tensors])
     there = trained.keys() | dict(job.module.named_parameters()).keys()
     if gone := [parameter for parameter in tensors if parameter not in there]:
         raise ConfigError(

@@ -26,6 +26,7 @@ from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs.codec import AllGather, Codec, Grads
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
+from shoestring.comm.exchange.coordinator import refuse_added
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire, all_finite, find_finite, naming_failures
@@ -122,6 +123,7 @@ class OuterOptimizer:
         momentum = settings.outer[1] > 0
         with torch.no_grad():
             self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
+        self.merged = {name for names in groups for name in names}
         self.pool = FlatPool(self.fragments)
         persistent = job.module.state_dict(keep_vars=True)
         floating = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
@@ -156,7 +158,12 @@ class OuterOptimizer:
         """Work for Phase.CLIP: average the gradients of the first steps.
 
         A run that resumes with a larger `start` has replicas that differ already, and averages their weights instead.
+
+        Raises:
+            ConfigError: a parameter is trained now but was not when the job was attached to.
         """
+        trained = [name for name, each in self.job.module.named_parameters() if each.requires_grad]
+        refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
         if self.equal:
             for fragment in self.fragments:
                 fragment.rebase()
