@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shoestring.comm.exchange.worker import WorkerTask
 from shoestring.comm.local.outer import ASKED, OuterOptimizer, PendingMerge, any_failed
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
 from shoestring.core.job import Job
 
@@ -105,11 +106,14 @@ class SharedState:
         return {**head, "means": named, "buffers": merge.buffers, "told": merge.status.result()}
 
     def _restore(self, saved: dict[str, Any]) -> PendingMerge:
-        fragments = [self.outer.fragments[i] for i in saved["fragments"]]
+        fragments = [self.outer.fragments[i] for i in saved["fragments"] if i < len(self.outer.fragments)]
+        if [list(named) for named in saved["means"]] != [list(fragment.parameters) for fragment in fragments]:
+            raise ConfigError(
+                "the checkpoint was saved while other fragments were being exchanged",
+                hint="resume with the `fragments` and `layout` that it was saved with",
+            )
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
-            if list(named) != list(fragment.parameters):
-                raise ValueError("the checkpoint was saved with other fragments being exchanged")
             fragment.load(mean, named)
         # Replicas of another number start from their mean: they sent what came of the exchange. The others' own weights
         # are loaded later (RankState).
