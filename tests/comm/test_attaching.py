@@ -82,6 +82,12 @@ def test_what_was_frozen_when_local_steps_were_attached_is_refused():
         assert "`up.weight`" in str(error.value) and job.progress.step == 1
 
 
+def test_a_loss_scaler_is_refused_by_replicas_that_differ(pool):
+    for said in pool.call(attaching.scaled, feature=encode(comm.LocalSGD())):
+        assert len(said) == 2
+        assert all(each.startswith("`comm.localsgd` cannot use a loss scaler") for each in said)
+
+
 CONSERVING = [
     comm.TopK(density=0.1),
     comm.PowerSGD(rank=1),

@@ -23,11 +23,13 @@ from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.settings.local_steps import LocalSteps
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.compose import check_features
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
+from shoestring.core.world import World
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.per_step import Exchange
@@ -67,6 +69,9 @@ def attach(
     model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None, scaler: GradScaler | None = None
 ) -> Job:
     """See `shoestring.comm.attach`."""
+    if scaler is not None and isinstance(feature, LocalSteps):
+        world = World.current()
+        feature.resolve(world).check_scaler(scaler, world)
     job = _build_job(model, feature, optimizer)
     if scaler is not None:
         job.scaler = scaler

@@ -25,6 +25,7 @@ log = logging.getLogger("shoestring")
 
 def install(job: Job, settings: LocalSteps) -> None:
     """Merge the job's replicas after its optimizer's steps from now on."""
+    settings.check_scaler(job.scaler, job.world)
     outer = OuterOptimizer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)

@@ -11,6 +11,8 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
     from shoestring.comm.codecs.codec import Codec
     from shoestring.comm.settings.per_step import Exchange
     from shoestring.core.job import Job
@@ -141,6 +143,14 @@ class LocalSteps(Feature):
         lr, momentum, _ = self.outer
         if not (lr > 0 and 0 <= momentum < 1):
             raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
+
+    def check_scaler(self, scaler: GradScaler, world: World) -> None:
+        """Raise ConfigError for a loss scaler: replicas that skip different steps no longer merge at the same ones."""
+        if scaler.is_enabled() and world.ranks_over(self.over) > 1:
+            raise ConfigError(
+                f"`{self.name}` cannot use a loss scaler, which lets one replica alone skip a step",
+                hint='train in bf16, which needs none: precision.autocast.dtype = "bf16"',
+            )
 
     def _find_exchange(self, job: Job) -> Feature | None:
         """The feature that exchanges gradients between replicas; inside a replica under DDP an exchange is allowed."""
