@@ -82,6 +82,12 @@ def test_what_was_frozen_when_local_steps_were_attached_is_refused():
         assert "`up.weight`" in str(error.value) and job.progress.step == 1
 
 
+def test_local_steps_name_themselves_where_they_refuse_sparse_gradients():
+    model = nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(ConfigError, match=r"`comm\.localsgd` does not exchange sparse gradients"):
+        comm.attach(model, comm.LocalSGD(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_loss_scaler_is_refused_by_replicas_that_differ(pool):
     for said in pool.call(attaching.scaled, feature=encode(comm.LocalSGD())):
         assert len(said) == 2

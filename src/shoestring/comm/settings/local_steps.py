@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from shoestring.comm.settings.base import refuse_sparse
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
@@ -208,6 +209,7 @@ class Averaging(LocalSteps):
 
     def check(self, job: Job) -> None:
         super().check(job)
+        refuse_sparse(self.name, job.model)
         self._find_codec().check(job)
 
     def make_codec(self) -> Codec:
