@@ -36,7 +36,8 @@ class LocalSteps(Feature):
     """Settings that all ways of merging replicas every few steps share.
 
     The last of `job.progress.total` steps merges all weights, whatever its number. A training loop of your own that
-    does not set this total ends with equal replicas only on a multiple of `every`.
+    does not set this total ends with equal replicas only on a multiple of `every`, and with `fragments` or `delay` on
+    no step at all.
     """
 
     every: int = 100
