@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, NAdam, RAdam
 
 sys.path.insert(0, str(Path(__file__).parent))
 import merging
@@ -91,6 +91,28 @@ def test_it_estimates_that_of_the_mean_gradient(mean: float, replicas: int) -> N
     exact = (mean**2 + 1 / replicas) * (1 - (1 - 0.05 / replicas) ** (100 * replicas))
     # m itself is noisy: of variance (1 - 0.9) / (1 + 0.9)
     assert noisy.second == pytest.approx(exact + (1 - 1 / replicas) * 0.1 / 1.9, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "settings", "sign", "decay"), [
+    (Adam, {}, 1, 0.5),
+    (Adam, {"maximize": True}, -1, 0.5),
+    (Adam, {"decoupled_weight_decay": True}, 1, 0.0),
+    (NAdam, {}, 1, 0.5),
+    (RAdam, {"maximize": True, "decoupled_weight_decay": True}, -1, 0.0),
+    (AdamW, {"maximize": True}, -1, 0.0),
+])  # fmt: skip
+def test_weight_decay_that_adam_adds_to_the_gradient_is_a_part_of_it(
+    kind: Any, settings: dict[str, Any], sign: int, decay: float
+) -> None:
+    noisy, plain = Noisy(4, kind, weight_decay=0.5, **settings), Noisy(4)
+    noise = torch.Generator().manual_seed(0)
+    noisy.weight.data.normal_(generator=noise)
+    for _ in range(20):
+        grad = torch.randn(20_000, generator=noise)
+        noisy.step(grad)
+        plain.step(sign * grad + decay * noisy.weight.detach())
+    one, other = (each.job.built_optimizer.state[each.weight]["exp_avg_sq"] for each in (noisy, plain))
+    assert torch.allclose(one, other, rtol=1e-4) and float(one.min()) > 0
 
 
 def test_betas_stay_the_programs() -> None:

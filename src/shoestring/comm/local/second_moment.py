@@ -10,6 +10,8 @@ stands for the mean of g:
 
 If m were exact, that would be the mean square of the mean gradient. A gradient that one replica alone has, and once,
 moves the mean of the replicas as far as it would in one batch of all. Nothing is exchanged for it.
+
+g is what the optimizer squares: with weight decay as a penalty (L2), not decoupled, the decayed weight is added to it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoestring._torch import foreach_addcmul_
+from shoestring._torch import foreach_add, foreach_addcmul_
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.core.job import Job
 
@@ -55,6 +57,9 @@ class SecondMoments:
                 states = [optimizer.state[each] for each in adams]
                 v, m = ([local_shard(state[key]) for state in states] for key in ("exp_avg_sq", "exp_avg"))
                 g = [local_shard(each.grad) for each in adams]
+                if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+                    decay = -group["weight_decay"] if group.get("maximize") else group["weight_decay"]
+                    g = foreach_add(g, [local_shard(each) for each in adams], alpha=decay)
                 share = float(others * (1 - beta) / beta)
                 foreach_addcmul_(v, m, m, share)
                 foreach_addcmul_(v, g, g, -share)
