@@ -21,6 +21,7 @@ from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.compose import compose
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.parallel import DDP
@@ -126,6 +127,22 @@ def test_betas_stay_the_programs() -> None:
     assert group["betas"] == (0.9, 0.9875)
     noisy.moments.after_step()
     assert group["betas"] == (0.9, 0.95)
+
+
+def test_a_checkpoint_of_the_step_before_may_copy_it_until_the_last_moment() -> None:
+    job = compose(Job(jobs.tiny(), optimizer=Adam, world=World()), [DiLoCo(every=9)])
+    job.kept["outer"].state.outer.moments = SecondMoments(job, 2)
+
+    def second() -> float:
+        return sum(float(state["exp_avg_sq"].sum()) for state in job.built_optimizer.state.values())
+
+    waiting, captured = list[float](), list[float]()
+    job.at(Phase.WAIT, lambda: waiting.append(second()))
+    job.at(Phase.CAPTURE, lambda: captured.append(second()))
+    with job:
+        for number in range(3):
+            job.step(jobs.batch(number))
+    assert waiting[1:] == captured[:2]
 
 
 def test_sgd_steps_as_before() -> None:

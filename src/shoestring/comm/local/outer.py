@@ -35,7 +35,7 @@ from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.feature import DATA, HOSTS
+from shoestring.core.feature import DATA, HOSTS, Phase
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 
@@ -162,6 +162,10 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter is trained now but was not when the job was attached to.
         """
+        if self.moments is not None and self.estimate_moments not in self.job.phases[Phase.WAIT]:
+            self.job.at(
+                Phase.WAIT, self.estimate_moments
+            )  # after checkpoints, attached later, have copied the old ones
         trained = [name for name, each in self.job.module.named_parameters() if each.requires_grad]
         refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
         if self.equal:
@@ -171,8 +175,9 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Work for Phase.GRAD, where gradients are this replica's own."""
-        if self.moments is not None and not (self.equal and self.starting):
+        """Work for the end of Phase.WAIT, where gradients are what the optimizer will use."""
+        assert self.moments is not None
+        if not (self.equal and self.starting):
             self.moments.before_step()
 
     def _average_gradients(self) -> None:

@@ -29,7 +29,6 @@ def install(job: Job, settings: LocalSteps) -> None:
     outer = OuterOptimizer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
-    job.at(Phase.GRAD, outer.estimate_moments)
     job.phases[Phase.CLIP].insert(0, outer.before_step)  # as under DDP, all other work sees the average
     if job.world.ranks_over(settings.over) > 1:
         job.refuse_with(outer.refuse)
