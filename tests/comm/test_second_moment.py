@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,19 @@ class Noisy:
         self.job = compose(Job(holder, optimizer=kind([self.weight], lr=0.0, **settings), world=World()))
         self.moments = SecondMoments(self.job, replicas)
 
-    def step(self, grad: Tensor) -> None:
+    def step(self, grad: Tensor, *, averaged: bool = False) -> None:
         self.weight.grad = grad.clone()
-        self.moments.before_step()
+        self.moments.before_step(averaged=averaged)
         self.job.built_optimizer.step()
         self.moments.after_step()
 
     @property
     def second(self) -> float:
         return float(self.job.built_optimizer.state[self.weight]["exp_avg_sq"].mean())
+
+    def corrected(self, beta: float) -> float:
+        """The second moment that the optimizer divides by."""
+        return self.second / (1 - beta ** float(self.job.built_optimizer.state[self.weight]["step"]))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5, 2.0])
@@ -188,17 +193,41 @@ def test_a_step_that_overflowed_leaves_it_alone() -> None:
 
 
 def test_averaged_gradients_of_the_first_steps_are_the_mean_already(pool: Pool) -> None:
+    """They are added as they are, over as many steps as the replicas' own later."""
     feature = LocalSGD(every=2, start=3, second_moment="global")
-    dense, local = train(pool, ADAM, DDP(), steps=3)[0], train(pool, ADAM, feature, steps=5)
+    dense = train(pool, replace(ADAM, betas=(0.9, 1 - 0.05 / 2)), DDP(), steps=3)[0]
+    local = train(pool, ADAM, feature, steps=5)
     assert apart(dense["weights"][2], local[0]["weights"][2]) < 1e-12
     own = train(pool, ADAM, LocalSGD(every=2, start=3, second_moment="own"), steps=5)
     assert apart(own[0]["weights"][3], local[0]["weights"][3]) > 1e-6
 
 
+def test_replicas_go_on_from_averaged_gradients_with_steps_as_long() -> None:
+    noise, beta = torch.Generator().manual_seed(0), 1 - 0.001 / 4
+    noisy = Noisy(4)
+    for _ in range(50):
+        noisy.step(torch.randn(20_000, generator=noise) / 2, averaged=True)
+    assert noisy.corrected(beta) == pytest.approx(1 / 4, rel=0.02)
+    for _ in range(10):
+        noisy.step(torch.randn(20_000, generator=noise))
+    assert noisy.corrected(beta) == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_moments_that_were_there_before_become_those_of_the_longer_average() -> None:
+    noisy = Noisy(4)
+    for replicas in (1, 4, 2):
+        noisy.moments = SecondMoments(noisy.job, replicas)
+        for _ in range(30):
+            noisy.step(torch.ones(20_000))
+            assert noisy.corrected(1 - 0.001 / replicas) == pytest.approx(1, rel=0.03)
+
+
 def test_a_run_of_it_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    """It began as one of DDP, whose second moments are rescaled, and once only."""
     feature = DiLoCo(every=4, fragments=2, delay=1, codec="4bit", second_moment="global")
     arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path)}
-    through = train(pool, Plain(every=1, keep=9), ADAM, feature, **arguments)
+    train(pool, Plain(every=1), ADAM, DDP(), **arguments | {"steps": 2})
+    through = train(pool, Plain(every=1, keep=9), ADAM, feature, resume=str(tmp_path), **arguments)
     arguments["folder"] = str(tmp_path / "again")
     rest = train(pool, Plain(), ADAM, feature, resume=merging.saves(str(tmp_path))[3], **arguments)
     for one, other in zip(rest, through, strict=True):

@@ -177,8 +177,7 @@ class OuterOptimizer:
     def estimate_moments(self) -> None:
         """Work for the end of Phase.WAIT, where gradients are what the optimizer will use."""
         assert self.moments is not None
-        if not (self.equal and self.starting):
-            self.moments.before_step()
+        self.moments.before_step(averaged=self.equal and self.starting)
 
     def _average_gradients(self) -> None:
         self.asked |= self.job.stopping

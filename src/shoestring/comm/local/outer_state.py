@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shoestring.comm.exchange.worker import WorkerTask
 from shoestring.comm.local.outer import ASKED, OuterOptimizer, PendingMerge, any_failed
+from shoestring.comm.local.second_moment import AVERAGED_FOR
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
 from shoestring.core.job import Job
@@ -88,7 +89,8 @@ class SharedState:
         velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
         flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
         joined = {"anchor": _join(anchors), "velocity": _join(velocities)}
-        return {**joined, "flights": flights, "equal": self.outer.equal}
+        averaged_for = self.outer.job.built_optimizer.param_groups[0].get(AVERAGED_FOR, 1)
+        return {**joined, "flights": flights, "equal": self.outer.equal, AVERAGED_FOR: averaged_for}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,6 +100,9 @@ class SharedState:
                 fragment.load(fragment.velocity, state_dict["velocity"])
         self.outer.pending = [self._restore(saved) for saved in state_dict["flights"]]
         self.outer.equal = bool(state_dict.get("equal"))  # earlier versions exchanged no gradients
+        if (moments := self.outer.moments) is not None:
+            for group in self.outer.job.built_optimizer.param_groups:  # earlier versions did not say
+                group[AVERAGED_FOR] = state_dict.get(AVERAGED_FOR, moments.replicas)
 
     def _save(self, merge: PendingMerge) -> dict[str, Any]:
         means = zip(merge.fragments, merge.means, strict=True)
