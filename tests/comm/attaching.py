@@ -19,11 +19,12 @@ from shoestring.comm import attach
 from shoestring.comm.exchange import wire
 from shoestring.comm.exchange.ddp_hook import in_memory_order
 from shoestring.core.compose import compose
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.core.feature import Feature, Phase, Seam
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.parallel import FSDP
+from shoestring.precision import Autocast
 from shoestring.testing import scenarios
 
 Grads = dict[str, Tensor]
@@ -216,6 +217,21 @@ def skipped(*, feature: dict[str, Any]) -> dict[str, Any]:
             digests.append(digest(model))
             scales.append(scaler.get_scale())
     return {"digests": digests, "scales": scales, "patched": "unscale_" in vars(scaler)}
+
+
+def scaled(*, feature: dict[str, Any]) -> list[str]:
+    """What is said of a loss scaler: in a loop of one's own, and of one that another feature brings."""
+    local, said = scenarios.decode(feature), []
+    model = Awkward()
+    try:
+        attach(model, local, SGD(model.parameters(), lr=0.05), scaler=GradScaler("cpu"))
+    except ConfigError as error:
+        said.append(str(error))
+    try:
+        compose(Job(Awkward(), world=World.current()), [Autocast(dtype="fp16"), local])
+    except ConfigError as error:
+        said.append(str(error))
+    return said
 
 
 def alone(*, feature: dict[str, Any], timeout: float) -> str:

@@ -26,11 +26,12 @@ from shoestring.testing.scenarios import Encoded, features_of, here
 
 
 class Normed(jobs.Tiny):
-    """With a norm that keeps running averages, which differ between replicas."""
+    """With a norm that keeps running averages, which differ between replicas, and a mask that has no mean."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
         self.running = nn.BatchNorm1d(jobs.WIDTH)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.finfo(torch.float32).min]))
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens) * self.scale

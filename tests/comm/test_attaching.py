@@ -71,6 +71,29 @@ def test_what_was_not_trained_when_it_was_attached_is_refused(pool, thaw, name):
         assert f"`{name}`" in said
 
 
+def test_what_was_frozen_when_local_steps_were_attached_is_refused():
+    job = small_job()
+    job.module.up.requires_grad_(False)
+    with compose(job, [comm.DiLoCo(every=2)]):
+        job.step(batch())
+        job.module.up.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"`up.bias` was not trained when `comm\.diloco` was attached") as error:
+            job.step(batch())
+        assert "`up.weight`" in str(error.value) and job.progress.step == 1
+
+
+def test_local_steps_name_themselves_where_they_refuse_sparse_gradients():
+    model = nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(ConfigError, match=r"`comm\.localsgd` does not exchange sparse gradients"):
+        comm.attach(model, comm.LocalSGD(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_loss_scaler_is_refused_by_replicas_that_differ(pool):
+    for said in pool.call(attaching.scaled, feature=encode(comm.LocalSGD())):
+        assert len(said) == 2
+        assert all(each.startswith("`comm.localsgd` cannot use a loss scaler") for each in said)
+
+
 CONSERVING = [
     comm.TopK(density=0.1),
     comm.PowerSGD(rank=1),

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from itertools import chain
 
+import pytest
 import torch
 
+from shoestring.comm import DiLoCo
 from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments, group_parameters
+from shoestring.core.compose import compose
+from shoestring.core.errors import ConfigError
+from shoestring.core.job import Job
+from shoestring.core.world import World
 from shoestring.testing import jobs
 
 
@@ -38,3 +44,21 @@ def test_merges_use_memory_again_but_never_that_of_another() -> None:
     pool.give_back([torch.empty(len(little)), again, second])  # the first one came with a checkpoint
     assert pool.take(much.double()).dtype == torch.float64
     assert {pool.take(much).data_ptr() for _ in range(2)} == {again.data_ptr(), second.data_ptr()}
+
+
+def test_a_merge_under_way_is_resumed_with_its_own_fragments_only() -> None:
+    def streamed(fragments: int) -> Job:
+        feature = DiLoCo(every=4, fragments=fragments, delay=1)
+        return compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), [feature])
+
+    with streamed(4) as job:
+        for number in range(2):
+            job.step(jobs.batch(number))
+        state = job.kept["outer"].state.state_dict()
+    assert [merge["fragments"] for merge in state["flights"]] == [[1]]
+    for fragments in (1, 2):
+        with (
+            streamed(fragments) as job,
+            pytest.raises(ConfigError, match="saved while other fragments were being exchanged"),
+        ):
+            job.kept["outer"].state.load_state_dict(state)

@@ -85,4 +85,4 @@ def test_a_replica_alone_ends_at_once() -> None:
 
 def test_weights_that_are_nan_in_a_loop_of_ones_own_end_all(pool: Pool) -> None:
     for result in pool.call(merging.foreign, features=[encode(SparseLoCo(every=3))], steps=6, poison=2):
-        assert result["said"].startswith("the weights of rank 1 are not finite")
+        assert result["said"].startswith("the weights or buffers of rank 1 are not finite")

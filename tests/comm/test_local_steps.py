@@ -197,7 +197,7 @@ def test_replicas_begin_with_the_first_ones_weights(pool: Pool) -> None:
     assert one["first"] == other["first"]
 
 
-def test_running_averages_are_merged(pool: Pool) -> None:
+def test_running_averages_are_merged_and_masks_are_left_alone(pool: Pool) -> None:
     one, other = train(pool, DiLoCo(every=2, fragments=2, delay=1), steps=4, model="normed", precise=False)
     assert one["digests"][-1] == other["digests"][-1]
 

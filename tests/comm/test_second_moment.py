@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, NAdam, RAdam
 
 sys.path.insert(0, str(Path(__file__).parent))
 import merging
@@ -21,6 +22,7 @@ from shoestring.checkpoint import Plain
 from shoestring.comm import DiLoCo, LocalSGD
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.compose import compose
+from shoestring.core.feature import Phase
 from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.parallel import DDP
@@ -70,15 +72,19 @@ class Noisy:
         self.job = compose(Job(holder, optimizer=kind([self.weight], lr=0.0, **settings), world=World()))
         self.moments = SecondMoments(self.job, replicas)
 
-    def step(self, grad: Tensor) -> None:
+    def step(self, grad: Tensor, *, averaged: bool = False) -> None:
         self.weight.grad = grad.clone()
-        self.moments.before_step()
+        self.moments.before_step(averaged=averaged)
         self.job.built_optimizer.step()
         self.moments.after_step()
 
     @property
     def second(self) -> float:
         return float(self.job.built_optimizer.state[self.weight]["exp_avg_sq"].mean())
+
+    def corrected(self, beta: float) -> float:
+        """The second moment that the optimizer divides by."""
+        return self.second / (1 - beta ** float(self.job.built_optimizer.state[self.weight]["step"]))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5, 2.0])
@@ -93,6 +99,28 @@ def test_it_estimates_that_of_the_mean_gradient(mean: float, replicas: int) -> N
     assert noisy.second == pytest.approx(exact + (1 - 1 / replicas) * 0.1 / 1.9, rel=0.02)
 
 
+@pytest.mark.parametrize(("kind", "settings", "sign", "decay"), [
+    (Adam, {}, 1, 0.5),
+    (Adam, {"maximize": True}, -1, 0.5),
+    (Adam, {"decoupled_weight_decay": True}, 1, 0.0),
+    (NAdam, {}, 1, 0.5),
+    (RAdam, {"maximize": True, "decoupled_weight_decay": True}, -1, 0.0),
+    (AdamW, {"maximize": True}, -1, 0.0),
+])  # fmt: skip
+def test_weight_decay_that_adam_adds_to_the_gradient_is_a_part_of_it(
+    kind: Any, settings: dict[str, Any], sign: int, decay: float
+) -> None:
+    noisy, plain = Noisy(4, kind, weight_decay=0.5, **settings), Noisy(4)
+    noise = torch.Generator().manual_seed(0)
+    noisy.weight.data.normal_(generator=noise)
+    for _ in range(20):
+        grad = torch.randn(20_000, generator=noise)
+        noisy.step(grad)
+        plain.step(sign * grad + decay * noisy.weight.detach())
+    one, other = (each.job.built_optimizer.state[each.weight]["exp_avg_sq"] for each in (noisy, plain))
+    assert torch.allclose(one, other, rtol=1e-4) and float(one.min()) > 0
+
+
 def test_betas_stay_the_programs() -> None:
     noisy = Noisy(4, betas=(0.9, 0.95))
     (group,) = noisy.job.built_optimizer.param_groups
@@ -104,6 +132,22 @@ def test_betas_stay_the_programs() -> None:
     assert group["betas"] == (0.9, 0.9875)
     noisy.moments.after_step()
     assert group["betas"] == (0.9, 0.95)
+
+
+def test_a_checkpoint_of_the_step_before_may_copy_it_until_the_last_moment() -> None:
+    job = compose(Job(jobs.tiny(), optimizer=Adam, world=World()), [DiLoCo(every=9)])
+    job.kept["outer"].state.outer.moments = SecondMoments(job, 2)
+
+    def second() -> float:
+        return sum(float(state["exp_avg_sq"].sum()) for state in job.built_optimizer.state.values())
+
+    waiting, captured = list[float](), list[float]()
+    job.at(Phase.WAIT, lambda: waiting.append(second()))
+    job.at(Phase.CAPTURE, lambda: captured.append(second()))
+    with job:
+        for number in range(3):
+            job.step(jobs.batch(number))
+    assert waiting[1:] == captured[:2]
 
 
 def test_sgd_steps_as_before() -> None:
@@ -149,17 +193,41 @@ def test_a_step_that_overflowed_leaves_it_alone() -> None:
 
 
 def test_averaged_gradients_of_the_first_steps_are_the_mean_already(pool: Pool) -> None:
+    """They are added as they are, over as many steps as the replicas' own later."""
     feature = LocalSGD(every=2, start=3, second_moment="global")
-    dense, local = train(pool, ADAM, DDP(), steps=3)[0], train(pool, ADAM, feature, steps=5)
+    dense = train(pool, replace(ADAM, betas=(0.9, 1 - 0.05 / 2)), DDP(), steps=3)[0]
+    local = train(pool, ADAM, feature, steps=5)
     assert apart(dense["weights"][2], local[0]["weights"][2]) < 1e-12
     own = train(pool, ADAM, LocalSGD(every=2, start=3, second_moment="own"), steps=5)
     assert apart(own[0]["weights"][3], local[0]["weights"][3]) > 1e-6
 
 
+def test_replicas_go_on_from_averaged_gradients_with_steps_as_long() -> None:
+    noise, beta = torch.Generator().manual_seed(0), 1 - 0.001 / 4
+    noisy = Noisy(4)
+    for _ in range(50):
+        noisy.step(torch.randn(20_000, generator=noise) / 2, averaged=True)
+    assert noisy.corrected(beta) == pytest.approx(1 / 4, rel=0.02)
+    for _ in range(10):
+        noisy.step(torch.randn(20_000, generator=noise))
+    assert noisy.corrected(beta) == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_moments_that_were_there_before_become_those_of_the_longer_average() -> None:
+    noisy = Noisy(4)
+    for replicas in (1, 4, 2):
+        noisy.moments = SecondMoments(noisy.job, replicas)
+        for _ in range(30):
+            noisy.step(torch.ones(20_000))
+            assert noisy.corrected(1 - 0.001 / replicas) == pytest.approx(1, rel=0.03)
+
+
 def test_a_run_of_it_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    """It began as one of DDP, whose second moments are rescaled, and once only."""
     feature = DiLoCo(every=4, fragments=2, delay=1, codec="4bit", second_moment="global")
     arguments: dict[str, Any] = {"steps": 7, "precise": False, "folder": str(tmp_path)}
-    through = train(pool, Plain(every=1, keep=9), ADAM, feature, **arguments)
+    train(pool, Plain(every=1), ADAM, DDP(), **arguments | {"steps": 2})
+    through = train(pool, Plain(every=1, keep=9), ADAM, feature, resume=str(tmp_path), **arguments)
     arguments["folder"] = str(tmp_path / "again")
     rest = train(pool, Plain(), ADAM, feature, resume=merging.saves(str(tmp_path))[3], **arguments)
     for one, other in zip(rest, through, strict=True):

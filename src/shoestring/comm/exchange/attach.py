@@ -17,17 +17,19 @@ from torch.optim import Optimizer
 
 from shoestring._torch import overflows
 from shoestring.comm.codecs.traffic import ring_bytes
-from shoestring.comm.exchange.coordinator import Coordinator, join_names
+from shoestring.comm.exchange.coordinator import Coordinator, join_names, refuse_added
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
 from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.settings.local_steps import LocalSteps
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.compose import check_features
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
+from shoestring.core.world import World
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.per_step import Exchange
@@ -67,6 +69,9 @@ def attach(
     model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None, scaler: GradScaler | None = None
 ) -> Job:
     """See `shoestring.comm.attach`."""
+    if scaler is not None and isinstance(feature, LocalSteps):
+        world = World.current()
+        feature.resolve(world).check_scaler(scaler, world)
     job = _build_job(model, feature, optimizer)
     if scaler is not None:
         job.scaler = scaler
@@ -137,11 +142,7 @@ def _exchange(job: Job, tensors: Mapping[str, Tensor], state: ExchangeState, nam
     if state.replaying:
         return
     trained, coordinator = job.trained, state.coordinator
-    if new := [parameter for parameter in trained if parameter not in tensors]:
-        raise ConfigError(
-            f"{join_names(new)} was not trained when `{name}` was attached, and is now",
-            hint=f"attach `{name}` afterwards",
-        )
+    refuse_added(name, [parameter for parameter in trained if parameter not in tensors])
     there = trained.keys() | dict(job.module.named_parameters()).keys()
     if gone := [parameter for parameter in tensors if parameter not in there]:
         raise ConfigError(

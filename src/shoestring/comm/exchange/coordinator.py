@@ -28,7 +28,7 @@ from shoestring.comm.codecs.codec import Codec, ExchangeContext, Grads
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Stages, exhaust, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.core.trace import span
 
 After = Callable[[Exception | None], None]
@@ -272,6 +272,15 @@ def join_names(names: Sequence[str]) -> str:
     if len(names) < 3:
         return " and ".join(f"`{name}`" for name in names)
     return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"
+
+
+def refuse_added(name: str, added: Sequence[str]) -> None:
+    """Raise ConfigError for parameters that are trained now but were not when the feature `name` was attached."""
+    if added:
+        raise ConfigError(
+            f"{join_names(added)} was not trained when `{name}` was attached, and is now",
+            hint=f"attach `{name}` afterwards",
+        )
 
 
 def _call_once_after(count: int, after: After) -> After:

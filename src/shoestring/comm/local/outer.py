@@ -26,15 +26,16 @@ from shoestring._torch import foreach_copy_
 from shoestring.comm.codecs.codec import AllGather, Codec, Grads
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
+from shoestring.comm.exchange.coordinator import refuse_added
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import Wire, find_finite, naming_failures
+from shoestring.comm.exchange.wire import Wire, all_finite, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.feature import DATA, HOSTS
+from shoestring.core.feature import DATA, HOSTS, Phase
 from shoestring.core.job import Job
 from shoestring.core.trace import span
 
@@ -122,9 +123,13 @@ class OuterOptimizer:
         momentum = settings.outer[1] > 0
         with torch.no_grad():
             self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
+        self.merged = {name for names in groups for name in names}
         self.pool = FlatPool(self.fragments)
         persistent = job.module.state_dict(keep_vars=True)
-        self.buffers = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
+        floating = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
+        # A mask of infinite entries, or of the lowest number, has no sum over the ranks and stays as it is. All ranks
+        # leave out the same buffers, which are equal on all of them when attached.
+        self.buffers = [b for b in floating if all_finite([b * job.world.ranks_over(DATA)])]
         self.pending: list[PendingMerge] = []
         self.asked = self.agreed = False  # votes to stop: of this rank; of any rank, agreed at a merge
         self.error: NonFiniteError | None = None
@@ -153,7 +158,16 @@ class OuterOptimizer:
         """Work for Phase.CLIP: average the gradients of the first steps.
 
         A run that resumes with a larger `start` has replicas that differ already, and averages their weights instead.
+
+        Raises:
+            ConfigError: a parameter is trained now but was not when the job was attached to.
         """
+        if self.moments is not None and self.estimate_moments not in self.job.phases[Phase.WAIT]:
+            self.job.at(
+                Phase.WAIT, self.estimate_moments
+            )  # after checkpoints, attached later, have copied the old ones
+        trained = [name for name, each in self.job.module.named_parameters() if each.requires_grad]
+        refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
         if self.equal:
             for fragment in self.fragments:
                 fragment.rebase()
@@ -161,9 +175,9 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Work for Phase.GRAD, where gradients are this replica's own."""
-        if self.moments is not None and not (self.equal and self.starting):
-            self.moments.before_step()
+        """Work for the end of Phase.WAIT, where gradients are what the optimizer will use."""
+        assert self.moments is not None
+        self.moments.before_step(averaged=self.equal and self.starting)
 
     def _average_gradients(self) -> None:
         self.asked |= self.job.stopping
@@ -240,7 +254,7 @@ class OuterOptimizer:
         for i, mean in zip(fragments, means, strict=True):
             grads |= self.fragments[i].split_named(mean)
         loads = [(self.dense if plain else self.codec, grads), (self.dense, number_tensors(buffers))]
-        status = self.channel.send(loads, self._status_row(means), step)
+        status = self.channel.send(loads, self._status_row([*means, *buffers]), step)
         self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status, weights if keep else []))
 
     def _status_row(self, sent: Sequence[Tensor]) -> Tensor:
@@ -258,7 +272,7 @@ class OuterOptimizer:
         merged: list[int] = []
         for merge in list(pending):
             with self.metrics.exposed():
-                self._check_status(merge.status.result(), "weights")
+                self._check_status(merge.status.result(), "weights or buffers")
             self.pending.remove(merge)
             outer = (1.0, 0.0, False) if merge.plain else self.settings.outer
             with span("outer", "compute"):

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shoestring.comm.exchange.worker import WorkerTask
 from shoestring.comm.local.outer import ASKED, OuterOptimizer, PendingMerge, any_failed
+from shoestring.comm.local.second_moment import AVERAGED_FOR
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
 from shoestring.core.job import Job
 
@@ -24,10 +26,10 @@ log = logging.getLogger("shoestring")
 
 def install(job: Job, settings: LocalSteps) -> None:
     """Merge the job's replicas after its optimizer's steps from now on."""
+    settings.check_scaler(job.scaler, job.world)
     outer = OuterOptimizer(job, settings)
     job.exits.callback(outer.close)
     job.at(Phase.OUTER, outer.after_step)
-    job.at(Phase.GRAD, outer.estimate_moments)
     job.phases[Phase.CLIP].insert(0, outer.before_step)  # as under DDP, all other work sees the average
     if job.world.ranks_over(settings.over) > 1:
         job.refuse_with(outer.refuse)
@@ -87,7 +89,8 @@ class SharedState:
         velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
         flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
         joined = {"anchor": _join(anchors), "velocity": _join(velocities)}
-        return {**joined, "flights": flights, "equal": self.outer.equal}
+        averaged_for = self.outer.job.built_optimizer.param_groups[0].get(AVERAGED_FOR, 1)
+        return {**joined, "flights": flights, "equal": self.outer.equal, AVERAGED_FOR: averaged_for}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,6 +100,9 @@ class SharedState:
                 fragment.load(fragment.velocity, state_dict["velocity"])
         self.outer.pending = [self._restore(saved) for saved in state_dict["flights"]]
         self.outer.equal = bool(state_dict.get("equal"))  # earlier versions exchanged no gradients
+        if (moments := self.outer.moments) is not None:
+            for group in self.outer.job.built_optimizer.param_groups:  # earlier versions did not say
+                group[AVERAGED_FOR] = state_dict.get(AVERAGED_FOR, moments.replicas)
 
     def _save(self, merge: PendingMerge) -> dict[str, Any]:
         means = zip(merge.fragments, merge.means, strict=True)
@@ -105,11 +111,14 @@ class SharedState:
         return {**head, "means": named, "buffers": merge.buffers, "told": merge.status.result()}
 
     def _restore(self, saved: dict[str, Any]) -> PendingMerge:
-        fragments = [self.outer.fragments[i] for i in saved["fragments"]]
+        fragments = [self.outer.fragments[i] for i in saved["fragments"] if i < len(self.outer.fragments)]
+        if [list(named) for named in saved["means"]] != [list(fragment.parameters) for fragment in fragments]:
+            raise ConfigError(
+                "the checkpoint was saved while other fragments were being exchanged",
+                hint="resume with the `fragments` and `layout` that it was saved with",
+            )
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
-            if list(named) != list(fragment.parameters):
-                raise ValueError("the checkpoint was saved with other fragments being exchanged")
             fragment.load(mean, named)
         # Replicas of another number start from their mean: they sent what came of the exchange. The others' own weights
         # are loaded later (RankState).

@@ -11,6 +11,8 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
@@ -106,10 +108,7 @@ class Exchange(Feature):
             )
         if self.select == "per-node":
             self.make_per_node_codec()
-        if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
-            raise ConfigError(
-                f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
-            )
+        refuse_sparse(self.name, job.model)
 
         from shoestring._torch import has_hook
 
@@ -154,3 +153,9 @@ class Exchange(Feature):
             measured=True,
             cost=f"{self.cost}; {1e3 * exposed:.0f} ms of exposed communication a step",
         )
+
+
+def refuse_sparse(name: str, model: nn.Module) -> None:
+    """Raise ConfigError for a model whose gradients are sparse tensors, which the feature `name` does not exchange."""
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        raise ConfigError(f"`{name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)")

@@ -6,11 +6,14 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from shoestring.comm.settings.base import refuse_sparse
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
     from shoestring.comm.codecs.codec import Codec
     from shoestring.comm.settings.per_step import Exchange
     from shoestring.core.job import Job
@@ -33,7 +36,8 @@ class LocalSteps(Feature):
     """Settings that all ways of merging replicas every few steps share.
 
     The last of `job.progress.total` steps merges all weights, whatever its number. A training loop of your own that
-    does not set this total ends with equal replicas only on a multiple of `every`.
+    does not set this total ends with equal replicas only on a multiple of `every`, and with `fragments` or `delay` on
+    no step at all.
     """
 
     every: int = 100
@@ -142,6 +146,14 @@ class LocalSteps(Feature):
         if not (lr > 0 and 0 <= momentum < 1):
             raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
 
+    def check_scaler(self, scaler: GradScaler, world: World) -> None:
+        """Raise ConfigError for a loss scaler: replicas that skip different steps no longer merge at the same ones."""
+        if scaler.is_enabled() and world.ranks_over(self.over) > 1:
+            raise ConfigError(
+                f"`{self.name}` cannot use a loss scaler, which lets one replica alone skip a step",
+                hint='train in bf16, which needs none: precision.autocast.dtype = "bf16"',
+            )
+
     def _find_exchange(self, job: Job) -> Feature | None:
         """The feature that exchanges gradients between replicas; inside a replica under DDP an exchange is allowed."""
         inside = self.replica == "host" and job.engine == "ddp"
@@ -198,6 +210,7 @@ class Averaging(LocalSteps):
 
     def check(self, job: Job) -> None:
         super().check(job)
+        refuse_sparse(self.name, job.model)
         self._find_codec().check(job)
 
     def make_codec(self) -> Codec:
