@@ -162,10 +162,9 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter is trained now but was not when the job was attached to.
         """
-        if self.moments is not None and self.estimate_moments not in self.job.phases[Phase.WAIT]:
-            self.job.at(
-                Phase.WAIT, self.estimate_moments
-            )  # after checkpoints, attached later, have copied the old ones
+        last = self.job.phases[Phase.WAIT]  # after checkpoints, which are attached later, have copied the old moments
+        if self.moments is not None and self.estimate_moments not in last:
+            last.append(self.estimate_moments)
         trained = [name for name, each in self.job.module.named_parameters() if each.requires_grad]
         refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
         if self.equal:
