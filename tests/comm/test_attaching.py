@@ -145,10 +145,15 @@ def test_what_is_owed_keeps_its_size_when_the_loss_scale_changes(pool, feature):
         assert result["apart"] < 1e-6
 
 
-def test_all_ranks_skip_a_step_that_overflows_on_one(pool):
-    """Without DDP gradients are exchanged in the optimizer's step, which the scaler leaves out where they overflow."""
-    results = pool.call(attaching.skipped, feature=encode(comm.Dense()))
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_that_overflows_on_one(pool, fused):
+    """Without DDP gradients are exchanged in the optimizer's step, which the scaler leaves out where they overflow.
+
+    They are exchanged without the scale of 1024: what is left of them is not larger than gradients are.
+    """
+    results = pool.call(attaching.skipped, feature=encode(comm.Sign()), fused=fused)
     assert equal(results)
+    assert all(0 < each["residual"] < 1 for each in results)
     digests = results[0]["digests"]
     assert [one == other for one, other in pairwise(digests)] == [True, False, False]
     assert all(each["scales"] == [1024, 512, 512, 512] and not each["patched"] for each in results)

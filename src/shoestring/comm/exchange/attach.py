@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoestring._torch import overflows
+from shoestring._torch import overflows, unscale_before_steps
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.coordinator import Coordinator, join_names
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
@@ -71,6 +71,8 @@ def attach(
     if scaler is not None:
         job.scaler = scaler
         _skip_together(job)
+        if not isinstance(model, DistributedDataParallel):  # there gradients are exchanged without the scale
+            job.exits.callback(unscale_before_steps(job.built_optimizer))
         if "scaler" in job.kept:
             job.kept["scaler"] = replace(job.kept["scaler"], state=scaler)
     return job
