@@ -15,6 +15,7 @@ from shoestring import comm
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext, Grads, advance
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.powersgd import PowerSGDCodec
 from shoestring.comm.codecs.quantize import QuantizeCodec
 from shoestring.comm.selection.budget import BudgetedCodec, Selector, Uniform, measure_price
 from shoestring.comm.selection.hypernetwork import Hypernetwork
@@ -202,6 +203,17 @@ def test_half_precision_gradients_leave_fp32_behind():
     assert {tensor.dtype for tensor in codecs[0].state["unsent"].values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_what_is_empty_takes_no_part(selector):
+    plain, with_empty = made(selector), made(selector)
+    for step in range(6):
+        one, other = gradients(step), [{"empty": torch.zeros(0, 4), **each} for each in gradients(step)]
+        sent = [run_lockstep(codecs, grads, step) for codecs, grads in ((plain, one), (with_empty, other))]
+        assert sent[0] == sent[1]
+        assert all(torch.equal(other[0][name], grad) for name, grad in one[0].items())
+    run_lockstep(with_empty, [{"empty": torch.zeros(0, 4)} for _ in with_empty], 6)
+
+
 def test_a_budget_that_does_not_carry_the_statistics_is_refused():
     codecs = made(Uniform, budget=100)
     with pytest.raises(ConfigError, match="is less than"):
@@ -209,11 +221,16 @@ def test_a_budget_that_does_not_carry_the_statistics_is_refused():
             run_lockstep(codecs, gradients(step), step)
 
 
-@pytest.mark.parametrize("make", [DenseCodec, QuantizeCodec])
+def two_steps(make: CodecFactory, name: str, shape: tuple[int, ...], first: int) -> float:
+    codecs = [make() for _ in range(RANKS)]
+    grads = [[{name: torch.randn(shape)} for _ in codecs] for _ in range(2)]
+    return sum(run_lockstep(codecs, grads[i], first + i).sent(RANKS) for i in range(2)) / 2
+
+
+@pytest.mark.parametrize("make", [DenseCodec, QuantizeCodec, lambda: PowerSGDCodec(2, alternate=True, start=9)])
 def test_prices_are_what_travels(make):
-    for name, shape in SHAPES.items():
-        traffic = run_lockstep([make() for _ in range(RANKS)], [{name: torch.randn(shape)} for _ in range(RANKS)])
-        assert measure_price(make, name, torch.zeros(shape), RANKS) == pytest.approx(traffic.sent(RANKS))
+    for name, shape in {**SHAPES, "tall": (400, 8)}.items():
+        assert measure_price(make, name, torch.zeros(shape), RANKS) == two_steps(make, name, shape, first=9)
 
 
 # -- each selector ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 from shoestring.comm.codecs.codec import Codec, CodecFactory, Coding, ExchangeContext, Grads
-from shoestring.comm.codecs.lockstep import run_alone
+from shoestring.comm.codecs.lockstep import LATE, run_alone
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.codecs.wrapper import Wrapper, average, run_together
 from shoestring.core.errors import ConfigError
@@ -126,7 +126,8 @@ class BudgetedCodec(Wrapper):
     Args:
         make: makes the codec; it also makes codecs that measure each layer's price by an exchange of zeros.
         budget: bytes that leave a rank in a step, over all its exchanges. Unused bytes are carried over up to the
-            largest layer's price, so any n steps together send at most n budgets and one such price.
+            largest layer's price, so any n steps together send at most n budgets and one such price. A codec that sends
+            more in its first steps exceeds it there; one that alternates keeps it on average.
         warmup: steps that send everything, whatever the budget is. A new layer is always sent.
         memory: decay of the average of ‖g‖² over steps.
     """
@@ -143,6 +144,9 @@ class BudgetedCodec(Wrapper):
         self._lock = threading.Lock()  # several threads may exchange parts of one step
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        grads = {name: grad for name, grad in grads.items() if grad.numel()}  # what has no price cannot be weighed
+        if not grads:
+            return
         with self._lock:
             if self._choice is None or self._choice.step != context.step:
                 self._choice = self._choose(context)
@@ -253,13 +257,13 @@ class BudgetedCodec(Wrapper):
         return Codec.merge_states(self, own) | {"inner": super().merge_states([state["inner"] for state in states])}
 
 
-def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int, step: int = 1) -> float:
-    """Bytes that leave each of `ranks` ranks round a ring when this layer alone is sent, at a step after the first."""
+def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int) -> float:
+    """Bytes that leave each of `ranks` ranks round a ring when this layer alone is sent: the mean of two late steps."""
     codec, sent = make(), 0.0
-    for number in range(step + 1):
+    for step in (LATE, LATE + 1):
         zeros = {name: torch.zeros_like(grad)}
-        sent = run_alone(codec.code(zeros, ExchangeContext(0, ranks, number)), ranks).sent(ranks)
-    return sent
+        sent += run_alone(codec.code(zeros, ExchangeContext(0, ranks, step)), ranks).sent(ranks)
+    return sent / 2
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
