@@ -16,6 +16,7 @@ import attaching
 from shoestring import comm
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
+from shoestring.core.job import Job
 from shoestring.testing.scenarios import encode
 from tests.small_jobs import batch, small_job
 
@@ -45,6 +46,16 @@ def test_a_job_that_is_finished_early_counts_each_step_once():
 def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimizer():
     with pytest.raises(ConfigError, match=r"`comm\.quantize\.bits` cannot be 3"):
         comm.attach(nn.Linear(4, 4), comm.Quantize(bits=3))
+
+
+@pytest.mark.parametrize("feature", [comm.Dense(), comm.Sign(), comm.SparseLoCo(), comm.Auto()])
+def test_complex_parameters_are_refused(feature):
+    model = nn.Linear(4, 4)
+    model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="the parameter `phase` is complex"):
+        feature.check(Job(model))
+    model.phase.requires_grad_(False)
+    feature.check(Job(model))
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -106,6 +106,7 @@ class Exchange(Feature):
             )
         if self.select == "per-node":
             self.make_per_node_codec()
+        refuse_complex(self.name, job)
         if any(getattr(module, "sparse", False) is True for module in job.model.modules()):
             raise ConfigError(
                 f"`{self.name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)"
@@ -153,4 +154,13 @@ class Exchange(Feature):
             without=facts["wire_without"] / 1e6,
             measured=True,
             cost=f"{self.cost}; {1e3 * exposed:.0f} ms of exposed communication a step",
+        )
+
+
+def refuse_complex(name: str, job: Job) -> None:
+    """Raise a ConfigError where a trained parameter is complex: codecs and merges would lose the imaginary part."""
+    if found := [key for key, tensor in job.trained.items() if tensor.is_complex()]:
+        raise ConfigError(
+            f"`{name}` exchanges real numbers, and the parameter `{found[0]}` is complex",
+            hint="train its real and imaginary parts as one real parameter, and use torch.view_as_complex",
         )

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from shoestring.comm.settings.base import refuse_complex
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
@@ -102,6 +103,7 @@ class LocalSteps(Feature):
 
     def check(self, job: Job) -> None:
         self._check_numbers()
+        refuse_complex(self.name, job)
         if set(self.over) & set(job.replicas):
             raise ConfigError(
                 f"`{self.name}` cannot use a model in DDP, which averages the gradients of all ranks at every step",
