@@ -115,6 +115,14 @@ def added(*, feature: dict[str, Any], thaw: bool) -> str:
     return ""
 
 
+def without_optimizer(*, feature: dict[str, Any]) -> str:
+    try:
+        attach(replicated(), scenarios.decode(feature))
+    except ShoestringError as error:
+        return str(error)
+    return ""
+
+
 def local_gradients(model: nn.Module, step: int) -> Grads:
     """This rank's own gradients; zeros of what it does not use."""
     x, y = batch(step, World.current().rank)

@@ -13,6 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
+import shoestring as ss
 from shoestring import comm
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
@@ -46,6 +47,34 @@ def test_a_job_that_is_finished_early_counts_each_step_once():
 def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimizer():
     with pytest.raises(ConfigError, match=r"`comm\.quantize\.bits` cannot be 3"):
         comm.attach(nn.Linear(4, 4), comm.Quantize(bits=3))
+
+
+@pytest.mark.parametrize(
+    ("attached", "said"),
+    [
+        (
+            lambda m, o: comm.attach(m, o, comm.Sign()),
+            r"SGD is an optimizer.*comm\.attach\(model, feature, optimizer\)",
+        ),
+        (lambda m, o: ss.attach(m, comm.Sign(), o), "SGD is no feature"),
+        (lambda m, o: comm.attach(m, comm.PowerSGD(rank="4"), o), r"`comm\.powersgd\.rank` must be a whole number"),
+        (lambda m, o: ss.attach(m, o, comm.LocalSGD(every=2.5)), r"`comm\.localsgd\.every` must be a whole number"),
+        (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="8bits")), r"`comm\.diloco\.codec`: cannot read.*\"8bit\""),
+        (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="bit8")), "did you mean `8bit`"),
+        (lambda m, o: comm.attach(m, comm.Selective(codec="nope"), o), r"`comm\.selective\.codec`: there is no codec"),
+        (lambda m, o: comm.attach(m, comm.Selective(uncompressed=("wieght",)), o), "did you mean `weight`"),
+    ],
+)
+def test_bad_input_is_named(attached, said):
+    model = nn.Linear(4, 4)
+    with pytest.raises((ConfigError, TypeError), match=said) as caught:
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_works_in_the_optimizers_steps_needs_it(pool):
+    for said in pool.call(attaching.without_optimizer, feature=encode(comm.Auto())):
+        assert "`comm.auto` needs the optimizer's steps" in said
 
 
 @pytest.mark.parametrize("feature", [comm.Dense(), comm.Sign(), comm.SparseLoCo(), comm.Auto()])

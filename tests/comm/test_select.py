@@ -22,6 +22,7 @@ from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
+from shoestring.core.world import World
 
 RANKS = 3
 SHAPES = {f"blocks.{i}.{kind}": shape for i in range(4) for kind, shape in {"w": (32, 40 + i), "b": (32,)}.items()}
@@ -276,3 +277,11 @@ def test_without_a_budget_everything_is_sent():
 def test_settings_that_cannot_be_are_refused(feature, said):
     with pytest.raises(ConfigError, match=said):
         feature.check(Job(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("select", ["gain", "per-node"])
+def test_a_budget_that_carries_nothing_is_refused_before_the_first_step(select):
+    feature = comm.Dense(budget_kb=0.03, select=select)
+    with pytest.raises(ConfigError, match="a budget of 30 bytes a step is less than"):
+        feature.check(Job(torch.nn.Linear(2, 2), world=World(rank=0, size=4, local_size=1)))
+    feature.check(Job(torch.nn.Linear(2, 2), world=World()))

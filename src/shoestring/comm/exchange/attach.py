@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,12 @@ from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.settings.base import Exchange
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.compose import check_features
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
-
-if TYPE_CHECKING:
-    from shoestring.comm.settings.per_step import Exchange
 
 log = logging.getLogger("shoestring")
 
@@ -79,6 +76,11 @@ def attach(
 
 
 def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None) -> Job:
+    if isinstance(feature, Optimizer):
+        raise ConfigError(
+            f"the second argument of `comm.attach` is a feature, and {type(feature).__name__} is an optimizer",
+            hint="write comm.attach(model, feature, optimizer)",
+        )
     if optimizer is not None:
         return attach_to_loop(model, optimizer, feature)
     check_features([feature])
@@ -91,6 +93,11 @@ def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None)
         raise ConfigError(
             f"`{feature.name}` exchanges gradients before the optimizer's step, and no optimizer was given",
             hint="give the optimizer as third argument, or wrap the model in DistributedDataParallel first",
+        )
+    if not isinstance(feature, Exchange):
+        raise ConfigError(
+            f"`{feature.name}` needs the optimizer's steps, and no optimizer was given",
+            hint="give the optimizer as third argument",
         )
     job = Job(model)
     feature = feature.resolve(job.world)

@@ -217,13 +217,7 @@ class BudgetedCodec(Wrapper):
         names = sorted(seen, key=natural_order)
         table = torch.stack([seen[name] for name in names]).cpu().numpy().T
         carried = float(notes.get("carried", torch.zeros(())))
-        overhead = ring_bytes("all-reduce", 4 * SUMMARY * len(names), context.size)
-        if overhead >= self.budget:
-            raise ConfigError(
-                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of numbers about "
-                f"{len(names)} layers",
-                hint="raise `budget_kb`",
-            )
+        overhead = self.find_overhead(len(names), context.size)
         layers = Layers(context.step, self.budget, carried + self.budget - overhead, *table)
         own = {key: note for key, note in notes.items() if key != "carried"}
         chosen, own = self.selector.choose(layers, own)
@@ -231,6 +225,21 @@ class BudgetedCodec(Wrapper):
         carried = torch.tensor(min(left, float(layers.price.max())), dtype=torch.float64)
         chosen_names = frozenset(names[layer] for layer in chosen)
         return _StepChoice(context.step, frozenset(names), chosen_names, own | {"carried": carried})
+
+    def find_overhead(self, layers: int, ranks: int) -> float:
+        """Bytes of numbers about layers that leave a rank in a step.
+
+        Raises:
+            ConfigError: they take the whole budget.
+        """
+        overhead = ring_bytes("all-reduce", 4 * SUMMARY * layers, ranks)
+        if overhead >= self.budget:
+            raise ConfigError(
+                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of numbers about "
+                f"{layers} layers",
+                hint="raise `budget_kb`",
+            )
+        return overhead
 
     # -- its own state beside the inner codec's ----------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shoestring.comm.settings.base import check_types
 from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, SparseLoCo
 from shoestring.comm.settings.per_step import Dense, Exchange
@@ -66,6 +68,7 @@ class Auto(Feature):
         self._check_methods(job)
 
     def _check_methods(self, job: Job) -> None:
+        check_types(self, job)
         if self.trials < 1:
             raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
         if len(self.worth) not in (0, len(self.allow)) or not all(worth >= 0 for worth in self.worth):
@@ -185,15 +188,24 @@ class Selective(Exchange):
     def make_codec(self) -> Codec:
         from shoestring.comm.selection.selective import SelectiveCodec
 
-        return SelectiveCodec(parse_exchange(self.codec).make_codec(), self.uncompressed)
+        return SelectiveCodec(self._find_codec().make_codec(), self.uncompressed)
 
     def check(self, job: Job) -> None:
         super().check(job)
-        parse_exchange(self.codec).check(job)
+        self._find_codec().check(job)
+        for pattern in self.uncompressed:
+            if not any(fnmatchcase(name, pattern) for name in job.named()):
+                raise ConfigError(
+                    f"`{self.name}.uncompressed`: no parameter is called `{pattern}`",
+                    hint=nearest(pattern, job.named()),
+                )
+
+    def _find_codec(self) -> Exchange:
+        return parse_exchange(self.codec, f"{self.name}.codec")
 
     @property
     def cost(self) -> str:
-        return f"{parse_exchange(self.codec).cost} (but {len(self.uncompressed)} parameters are not compressed)"
+        return f"{self._find_codec().cost} (but {len(self.uncompressed)} parameters are not compressed)"
 
 
 def parse_method(call: str) -> Exchange | LocalSteps:
