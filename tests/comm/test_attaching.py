@@ -58,6 +58,7 @@ def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimi
         ),
         (lambda m, o: ss.attach(m, comm.Sign(), o), "SGD is no feature"),
         (lambda m, o: comm.attach(m, comm.PowerSGD(rank="4"), o), r"`comm\.powersgd\.rank` must be a whole number"),
+        (lambda m, o: comm.attach(m, comm.Quantize(rounding="nearest"), o), "without `feedback`"),
         (lambda m, o: ss.attach(m, o, comm.LocalSGD(every=2.5)), r"`comm\.localsgd\.every` must be a whole number"),
         (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="8bits")), r"`comm\.diloco\.codec`: cannot read.*\"8bit\""),
         (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="bit8")), "did you mean `8bit`"),
