@@ -63,7 +63,7 @@ def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimi
         (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="8bits")), r"`comm\.diloco\.codec`: cannot read.*\"8bit\""),
         (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="bit8")), "did you mean `8bit`"),
         (lambda m, o: comm.attach(m, comm.Selective(codec="nope"), o), r"`comm\.selective\.codec`: there is no codec"),
-        (lambda m, o: comm.attach(m, comm.Selective(uncompressed=("wieght",)), o), "did you mean `weight`"),
+        (lambda m, o: comm.attach(m, comm.Selective(uncompressed=("wieght",)), o), "is called `wieght`"),
     ],
 )
 def test_bad_input_is_named(attached, said):

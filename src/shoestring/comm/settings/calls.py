@@ -27,7 +27,7 @@ def parse_exchange(call: str, where: str = "comm.auto.allow", short: Iterable[st
     # A codec that builds its optimizer cannot be chosen at the first step.
     codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
     if name not in codecs:
-        raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, [*codecs, *short]))
+        raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, {*codecs, *short}))
     common = {field.name for field in fields(Exchange)}
     known = [field.name for field in fields(codecs[name]) if field.name not in common]
     for key in settings:
