@@ -108,6 +108,14 @@ def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+def unscale_before_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let loss scalers treat a fused optimizer, which could unscale and skip inside its step, as any other one: they
+    unscale before the step, and leave out a step that overflows with its hooks. Returns what ends it."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    setattr(optimizer, "_step_supports_amp_scaling", False)  # noqa: B010
+    return lambda: setattr(optimizer, "_step_supports_amp_scaling", fused)
+
+
 def allow_any_gradient(tensor: torch.Tensor) -> None:
     """Let `tensor.grad` have another data type than the tensor."""
     tensor.grad_dtype = None

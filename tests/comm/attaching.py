@@ -116,6 +116,14 @@ def added(*, feature: dict[str, Any], thaw: bool) -> str:
     return ""
 
 
+def without_optimizer(*, feature: dict[str, Any]) -> str:
+    try:
+        attach(replicated(), scenarios.decode(feature))
+    except ShoestringError as error:
+        return str(error)
+    return ""
+
+
 def local_gradients(model: nn.Module, step: int) -> Grads:
     """This rank's own gradients; zeros of what it does not use."""
     x, y = batch(step, World.current().rank)
@@ -199,13 +207,13 @@ def overflowed(*, feature: dict[str, Any], size: float) -> dict[str, Any]:
     return {"finite": finite, "states": states}
 
 
-def skipped(*, feature: dict[str, Any]) -> dict[str, Any]:
+def skipped(*, feature: dict[str, Any], fused: bool) -> dict[str, Any]:
     """A bare model with a loss scaler: at one step the gradients of one rank overflow."""
     world = World.current()
     model = Awkward(torch.contiguous_format)
-    optimizer, scaler = SGD(model.parameters(), lr=0.05), GradScaler("cpu", init_scale=1024.0)
+    optimizer, scaler = SGD(model.parameters(), lr=0.05, fused=fused), GradScaler("cpu", init_scale=1024.0)
     digests, scales = [], []
-    with attach(model, scenarios.decode(feature), optimizer, scaler=scaler):
+    with attach(model, scenarios.decode(feature), optimizer, scaler=scaler) as job:
         for step in range(4):
             backward(model, step, scaler)
             if step == 1 and world.rank == 1:
@@ -216,7 +224,9 @@ def skipped(*, feature: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             digests.append(digest(model))
             scales.append(scaler.get_scale())
-    return {"digests": digests, "scales": scales, "patched": "unscale_" in vars(scaler)}
+        largest = max(float(each.abs().max()) for each in residual(job).values())
+    patched = "unscale_" in vars(scaler) or getattr(optimizer, "_step_supports_amp_scaling", False) != fused
+    return {"digests": digests, "scales": scales, "residual": largest, "patched": patched}
 
 
 def scaled(*, feature: dict[str, Any]) -> list[str]:

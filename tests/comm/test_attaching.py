@@ -13,9 +13,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 import attaching
 
+import shoestring as ss
 from shoestring import comm
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
+from shoestring.core.job import Job
 from shoestring.testing.scenarios import encode
 from tests.small_jobs import batch, small_job
 
@@ -45,6 +47,45 @@ def test_a_job_that_is_finished_early_counts_each_step_once():
 def test_a_setting_that_is_none_of_its_choices_is_refused_also_without_an_optimizer():
     with pytest.raises(ConfigError, match=r"`comm\.quantize\.bits` cannot be 3"):
         comm.attach(nn.Linear(4, 4), comm.Quantize(bits=3))
+
+
+@pytest.mark.parametrize(
+    ("attached", "said"),
+    [
+        (
+            lambda m, o: comm.attach(m, o, comm.Sign()),
+            r"SGD is an optimizer.*comm\.attach\(model, feature, optimizer\)",
+        ),
+        (lambda m, o: ss.attach(m, comm.Sign(), o), "SGD is no feature"),
+        (lambda m, o: comm.attach(m, comm.PowerSGD(rank="4"), o), r"`comm\.powersgd\.rank` must be a whole number"),
+        (lambda m, o: comm.attach(m, comm.Quantize(rounding="nearest"), o), "without `feedback`"),
+        (lambda m, o: ss.attach(m, o, comm.LocalSGD(every=2.5)), r"`comm\.localsgd\.every` must be a whole number"),
+        (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="8bits")), r"`comm\.diloco\.codec`: cannot read.*\"8bit\""),
+        (lambda m, o: ss.attach(m, o, comm.DiLoCo(codec="bit8")), "did you mean `8bit`"),
+        (lambda m, o: comm.attach(m, comm.Selective(codec="nope"), o), r"`comm\.selective\.codec`: there is no codec"),
+        (lambda m, o: comm.attach(m, comm.Selective(uncompressed=("wieght",)), o), "is called `wieght`"),
+    ],
+)
+def test_bad_input_is_named(attached, said):
+    model = nn.Linear(4, 4)
+    with pytest.raises((ConfigError, TypeError), match=said) as caught:
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_works_in_the_optimizers_steps_needs_it(pool):
+    for said in pool.call(attaching.without_optimizer, feature=encode(comm.Auto())):
+        assert "`comm.auto` needs the optimizer's steps" in said
+
+
+@pytest.mark.parametrize("feature", [comm.Dense(), comm.Sign(), comm.SparseLoCo(), comm.Auto()])
+def test_complex_parameters_are_refused(feature):
+    model = nn.Linear(4, 4)
+    model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="the parameter `phase` is complex"):
+        feature.check(Job(model))
+    model.phase.requires_grad_(False)
+    feature.check(Job(model))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -168,10 +209,15 @@ def test_what_is_owed_keeps_its_size_when_the_loss_scale_changes(pool, feature):
         assert result["apart"] < 1e-6
 
 
-def test_all_ranks_skip_a_step_that_overflows_on_one(pool):
-    """Without DDP gradients are exchanged in the optimizer's step, which the scaler leaves out where they overflow."""
-    results = pool.call(attaching.skipped, feature=encode(comm.Dense()))
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_that_overflows_on_one(pool, fused):
+    """Without DDP gradients are exchanged in the optimizer's step, which the scaler leaves out where they overflow.
+
+    They are exchanged without the scale of 1024: what is left of them is not larger than gradients are.
+    """
+    results = pool.call(attaching.skipped, feature=encode(comm.Sign()), fused=fused)
     assert equal(results)
+    assert all(0 < each["residual"] < 1 for each in results)
     digests = results[0]["digests"]
     assert [one == other for one, other in pairwise(digests)] == [True, False, False]
     assert all(each["scales"] == [1024, 512, 512, 512] and not each["patched"] for each in results)

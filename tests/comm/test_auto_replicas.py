@@ -16,7 +16,7 @@ import merging
 from by_hand import train
 
 from shoestring.checkpoint import Plain
-from shoestring.comm import Auto, DiLoCo, LocalSGD, PowerSGD, Quantize, SparseLoCo
+from shoestring.comm import Auto, DiLoCo, LocalSGD, PowerSGD, Quantize, Sign, SparseLoCo
 from shoestring.comm.auto.decision import Measurements, RankMeasurements
 from shoestring.comm.auto.probes import CodecTiming
 from shoestring.comm.auto.replicas import choose_method
@@ -101,6 +101,7 @@ def test_the_choice_is_by_what_steps_are_worth() -> None:
 def test_known_values_of_steps() -> None:
     assert estimate_worth(Quantize(bits=4, feedback=True), 0) == 1.0
     assert estimate_worth(PowerSGD(rank=4), 0) == 0.5
+    assert [estimate_worth(Sign(bucket=bucket), 0) for bucket in (32, 64, 512)] == [0.48, 0.48, 0.28]
     assert estimate_worth(SparseLoCo(), 0) is None and estimate_worth(LocalSGD(codec="terngrad"), 0) is None
     for moment, known in (("own", (0.85, 0.7, 0.46)), ("global", (0.94, 0.8, 0.6))):
         local = partial(LocalSGD, second_moment=moment)
@@ -171,6 +172,7 @@ def test_without_other_ranks_nothing_is_chosen() -> None:
     ([Auto(allow=("localsgd(evry=8)",))], ConfigError, "did you mean `every`"),
     ([Auto(allow=("localsgd(every=0)",))], ConfigError, "`comm.localsgd.every` must be at least 1"),
     ([Auto(allow=(LOCAL_CALL, "topk"))], ConfigError, "does not know what a step of `topk` is worth"),
+    ([Auto(allow=("bf16", "topk"), worth=(0, 0))], ConfigError, "does not know what a step of `topk` is worth"),
     ([Auto(allow=(LOCAL_CALL,), worth=(0.5, 0.5))], ConfigError, "for each of the 1 methods in `allow`"),
     ([Auto(allow=(LOCAL_CALL,)), DDP()], ConflictError, "both own SHARD"),
     ([Auto(allow=(LOCAL_CALL,)), DiLoCo()], ConflictError, "both own SHARD"),

@@ -104,6 +104,11 @@ def test_a_codec_is_timed_without_touching_the_gradients():
     assert all(torch.equal(grads[name], before[name]) for name in grads)
 
 
+def test_a_codec_that_alternates_is_priced_by_what_two_steps_send():
+    found = time_codec(lambda: PowerSGDCodec(2, alternate=True), {"a": torch.randn(16, 8)}, ExchangeContext(1, 4, 0))
+    assert found.nbytes == ({"all-reduce": 4 * (16 * 2 + 8 * 2) // 2},)
+
+
 def test_costs_add_up_over_neighbouring_pieces():
     pieces = [CodecTiming((0.2, 0.3), ({"all-reduce": 10},)), CodecTiming((0.4, 0.6), ({"all-reduce": 20},))]
     found = CodecCost.fit([100, 200], pieces, CodecTiming((0.6, 0.9), ({"all-reduce": 30},)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from sparse_ranks import totals
@@ -9,6 +11,9 @@ from sparse_ranks import totals
 from shoestring.comm.codecs.codec import Grads, advance
 from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.powersgd import PowerSGDCodec, orthogonalise
+from shoestring.comm.codecs.randomk import RandomKCodec
+from shoestring.comm.codecs.sign import SignCodec
+from shoestring.comm.codecs.topk import TopKCodec
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (10, 40), "bias": (16,), "conv": (12, 4, 3, 3)}
 RANKS = 3
@@ -163,6 +168,25 @@ def test_orthogonalise_takes_matrices_of_lower_rank():
     assert flat.isfinite().all()
     assert zero.isfinite().all()
     torch.testing.assert_close(flat[:, 0].norm(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("others", [SignCodec, partial(TopKCodec, 0.1), partial(RandomKCodec, 0.1)])
+def test_a_resumed_run_may_have_been_of_another_codec_or_become_one(others):
+    """A residual is a matrix here, and in the shape of the parameter elsewhere."""
+    conv, state = {"conv": SHAPES["conv"]}, None
+    for step, make in enumerate((others, partial(PowerSGDCodec, 2, least=1), others)):
+        codecs = [make() for _ in range(RANKS)]
+        grads = gradients(step, conv)
+        total = mean(grads)["conv"]
+        if state is not None:
+            for codec, own in zip(codecs, state, strict=True):
+                codec.load_state_dict(own)
+            total = total + residuals(codecs, "conv").view_as(total)
+        run_lockstep(codecs, grads, step)
+        torch.testing.assert_close(
+            grads[0]["conv"] + residuals(codecs, "conv").view_as(total), total, rtol=1e-4, atol=1e-4
+        )
+        state = [codec.state_dict() for codec in codecs]
 
 
 def test_merging_conserves_the_mean_residual():

@@ -15,12 +15,14 @@ from shoestring import comm
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext, Grads, advance
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.lockstep import run_lockstep
+from shoestring.comm.codecs.powersgd import PowerSGDCodec
 from shoestring.comm.codecs.quantize import QuantizeCodec
 from shoestring.comm.selection.budget import BudgetedCodec, Selector, Uniform, measure_price
 from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job
+from shoestring.core.world import World
 
 RANKS = 3
 SHAPES = {f"blocks.{i}.{kind}": shape for i in range(4) for kind, shape in {"w": (32, 40 + i), "b": (32,)}.items()}
@@ -202,6 +204,17 @@ def test_half_precision_gradients_leave_fp32_behind():
     assert {tensor.dtype for tensor in codecs[0].state["unsent"].values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_what_is_empty_takes_no_part(selector):
+    plain, with_empty = made(selector), made(selector)
+    for step in range(6):
+        one, other = gradients(step), [{"empty": torch.zeros(0, 4), **each} for each in gradients(step)]
+        sent = [run_lockstep(codecs, grads, step) for codecs, grads in ((plain, one), (with_empty, other))]
+        assert sent[0] == sent[1]
+        assert all(torch.equal(other[0][name], grad) for name, grad in one[0].items())
+    run_lockstep(with_empty, [{"empty": torch.zeros(0, 4)} for _ in with_empty], 6)
+
+
 def test_a_budget_that_does_not_carry_the_statistics_is_refused():
     codecs = made(Uniform, budget=100)
     with pytest.raises(ConfigError, match="is less than"):
@@ -209,11 +222,16 @@ def test_a_budget_that_does_not_carry_the_statistics_is_refused():
             run_lockstep(codecs, gradients(step), step)
 
 
-@pytest.mark.parametrize("make", [DenseCodec, QuantizeCodec])
+def two_steps(make: CodecFactory, name: str, shape: tuple[int, ...], first: int) -> float:
+    codecs = [make() for _ in range(RANKS)]
+    grads = [[{name: torch.randn(shape)} for _ in codecs] for _ in range(2)]
+    return sum(run_lockstep(codecs, grads[i], first + i).sent(RANKS) for i in range(2)) / 2
+
+
+@pytest.mark.parametrize("make", [DenseCodec, QuantizeCodec, lambda: PowerSGDCodec(2, alternate=True, start=9)])
 def test_prices_are_what_travels(make):
-    for name, shape in SHAPES.items():
-        traffic = run_lockstep([make() for _ in range(RANKS)], [{name: torch.randn(shape)} for _ in range(RANKS)])
-        assert measure_price(make, name, torch.zeros(shape), RANKS) == pytest.approx(traffic.sent(RANKS))
+    for name, shape in {**SHAPES, "tall": (400, 8)}.items():
+        assert measure_price(make, name, torch.zeros(shape), RANKS) == two_steps(make, name, shape, first=9)
 
 
 # -- each selector ----------------------------------------------------------------------------------------------------
@@ -259,3 +277,11 @@ def test_without_a_budget_everything_is_sent():
 def test_settings_that_cannot_be_are_refused(feature, said):
     with pytest.raises(ConfigError, match=said):
         feature.check(Job(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("select", ["gain", "per-node"])
+def test_a_budget_that_carries_nothing_is_refused_before_the_first_step(select):
+    feature = comm.Dense(budget_kb=0.03, select=select)
+    with pytest.raises(ConfigError, match="a budget of 30 bytes a step is less than"):
+        feature.check(Job(torch.nn.Linear(2, 2), world=World(rank=0, size=4, local_size=1)))
+    feature.check(Job(torch.nn.Linear(2, 2), world=World()))

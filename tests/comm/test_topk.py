@@ -16,7 +16,6 @@ from shoestring.comm.codecs.fused import keep_largest
 from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.topk import (
     TopKCodec,
-    chunk_topk,
     count_entries,
     decode_values,
     encode_values,
@@ -164,12 +163,3 @@ def test_bytes(wire, bits, density):
     grads = [{"w": torch.randn(n, generator=torch.Generator().manual_seed(rank))} for rank in range(2)]
     sent = run_lockstep([TopKCodec(density, wire=wire) for _ in grads], grads).sent(2)
     assert k * bits / 8 < sent - k * math.log2(n / k) / 8 <= k * (bits + 2) / 8 + 16
-
-
-def test_chunks():
-    flat = torch.randn(3 * 64, generator=torch.Generator().manual_seed(0))
-    indices, values = chunk_topk(flat, 5, 64)
-    assert indices.shape == values.shape == (3, 5)
-    for row, where, what in zip(flat.view(3, 64), indices, values, strict=True):
-        assert torch.equal(row[where], what)
-        assert torch.equal(what.abs().sort().values, row.abs().sort().values[-5:])

@@ -187,7 +187,7 @@ def test_features_run_in_a_loop_of_accelerate():
     ("feature", "message", "hint"),
     [
         (optim.Clip, "`Clip` is a class, not settings", "write `Clip()`"),
-        ("optim.clip", "'optim.clip' is no feature", "such as `optim.Clip()`"),
+        ("optim.clip", "str is no feature", "such as `optim.Clip()`"),
     ],
 )
 def test_what_is_no_feature_is_refused_in_one_line(feature, message, hint):

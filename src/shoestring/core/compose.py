@@ -51,7 +51,7 @@ def check_features(features: Sequence[object]) -> None:
         if isinstance(feature, type):
             raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
         if not isinstance(feature, Feature):
-            raise ConfigError(f"{feature!r} is no feature", hint="give objects such as `optim.Clip()`")
+            raise ConfigError(f"{type(feature).__name__} is no feature", hint="give objects such as `optim.Clip()`")
         for name, kind in get_type_hints(type(feature)).items():
             if get_origin(kind) is Literal and (value := getattr(feature, name)) not in get_args(kind):
                 raise ConfigError(f"`{feature.name}.{name}` cannot be {value!r}", hint=f"valid: {get_args(kind)}")

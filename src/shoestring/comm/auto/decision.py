@@ -11,6 +11,7 @@ from typing import Any
 from shoestring.comm.auto.cost_model import CodecCost, PricedDDP, PricedExchange
 from shoestring.comm.auto.probes import CodecTiming
 from shoestring.comm.exchange.coordinator import deal_cohorts
+from shoestring.comm.exchange.ddp_hook import SMALLEST
 from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
@@ -19,7 +20,6 @@ from shoestring.planning.simulate import Decision, Priced, choose, makespan
 WIDE = 2.0  # slowest over fastest of equal passes, beyond which a prediction is called rough
 MARGIN = 0.05  # share of DDP's time by which a candidate must beat it
 PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
-FINEST = 1 << 20  # bytes of the smallest bucket: DDP's first one, which torch.compile takes for the smallest
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ def list_candidates(measured: Measurements) -> Iterator[Candidate]:
     total, bucket = measured.total, measured.bucket
     yield Candidate("", 1, 1, bucket)
     for parts in PARTS[1:]:
-        if FINEST <= total // parts < min(bucket, total):
+        if SMALLEST <= total // parts < min(bucket, total):
             yield Candidate("", 1, 1, total // parts)
     for call in measured.ranks[0].coded:
         for parts in PARTS:
             if len(deal_cohorts(measured.sizes, parts)) == parts:
-                fine = min(bucket, max(FINEST, total // (4 * parts)))
+                fine = min(bucket, max(SMALLEST, total // (4 * parts)))
                 for channels in CHANNELS[: 1 + (parts > 1)]:
                     yield Candidate(call, parts, channels, fine)
 

@@ -121,22 +121,24 @@ class CodecTiming:
 
 
 def time_codec(
-    make: CodecFactory, grads: Mapping[str, Tensor], context: ExchangeContext, repeats: int = 3
+    make: CodecFactory, grads: Mapping[str, Tensor], context: ExchangeContext, repeats: int = 4
 ) -> CodecTiming:
     """Time the codec's own work on copies of `grads`: the median of `repeats` exchanges after one warm-up.
 
-    There is no network: every answer is as if all ranks had sent the same.
+    There is no network: every answer is as if all ranks had sent the same. The bytes are the mean of two steps, and an
+    even number of repeats has as many of one kind as of the other, for codecs that alternate.
     """
     codec, device = make(), next(iter(grads.values())).device
     times: list[list[float]] = []
-    nbytes: list[dict[str, int]] = []
-    for step in range(repeats + 1):
+    sent: list[list[dict[str, int]]] = []
+    for step in range(context.step, context.step + repeats + 1):
         copies = {name: grad.clone() for name, grad in grads.items()}
         seconds: list[float] = []
         with torch.no_grad():
             coding = codec.code(copies, ExchangeContext(context.rank, context.size, step))
-            nbytes = run_alone(_timed(coding, device, seconds), context.size).stages
+            sent.append(run_alone(_timed(coding, device, seconds), context.size).stages)
         times.append(seconds)
+    nbytes = [{kind: (one[kind] + other[kind]) // 2 for kind in one} for one, other in zip(*sent[-2:], strict=True)]
     return CodecTiming(tuple(np.median(times[1:], axis=0).tolist()), tuple(nbytes))
 
 

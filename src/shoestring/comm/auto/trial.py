@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring.comm.auto.decision import Measurements, RankMeasurements
 from shoestring.comm.auto.probes import measure_slowdown, synchronize, time_codec, time_collectives
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext
+from shoestring.comm.codecs.lockstep import LATE
 from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
@@ -120,7 +121,7 @@ class Trial:
     def _time_codecs(self) -> dict[str, list[Any]]:
         """Time each codec on each piece and then on all gradients, on all ranks at once, because they share cores."""
         size = self.world.ranks_over([HOSTS] if self.torus else DATA)
-        context = ExchangeContext(self.world.rank % size, size, 0)
+        context = ExchangeContext(self.world.rank % size, size, LATE)
         grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
         runs = [{name: grads[name] for name in names} for names in [*self._pieces(), self.order]]
         timings: dict[str, list[Any]] = {}

@@ -20,6 +20,8 @@ from shoestring.comm.codecs.codec import (
 )
 from shoestring.comm.codecs.traffic import WireBytes, count_bytes
 
+LATE = 1 << 20  # a step for pricing, at which no codec warms up any more; one that alternates needs the next one, too
+
 Respond = Callable[[Sequence[Sequence[Request]]], list[list[Tensor]]]
 
 

@@ -126,7 +126,8 @@ class PowerSGDCodec(Codec):
         """A matrix with the basis from the step before; at first with a random basis, the same on all ranks."""
         if grad.ndim > 2:
             grad = grad.view(len(grad), -1)
-        rank, residual = min(self.rank, *grad.shape), self.get_state("residual", name, grad)
+        rank = min(self.rank, *grad.shape)
+        residual = self.get_state("residual", name, grad).view(grad.shape)  # another codec's has the parameter's shape
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
         if not self.alternate:  # of a run that did
             P.pop(name, None)

@@ -273,17 +273,6 @@ SELECTIONS: dict[Selection, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def chunk_topk(flat: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """The k largest magnitudes of each chunk of flat (n,), n a multiple of `chunk`.
-
-    Returns:
-        Indices within the chunk, int64, and values: (n / chunk, k) each, in no order.
-    """
-    rows = flat.view(-1, chunk)
-    indices = rows.abs().topk(k, dim=1, sorted=False).indices
-    return indices, rows.gather(1, indices)
-
-
 def indices_above(x: Tensor, threshold: float) -> Tensor:
     """Indices of magnitudes above the threshold, ascending."""
     if x.is_cuda:

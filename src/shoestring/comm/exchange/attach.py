@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoestring._torch import overflows
+from shoestring._torch import overflows, unscale_before_steps
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.coordinator import Coordinator, join_names, refuse_added
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
@@ -23,6 +22,7 @@ from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
+from shoestring.comm.settings.base import Exchange
 from shoestring.comm.settings.local_steps import LocalSteps
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.compose import check_features
@@ -30,9 +30,6 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
 from shoestring.core.world import World
-
-if TYPE_CHECKING:
-    from shoestring.comm.settings.per_step import Exchange
 
 log = logging.getLogger("shoestring")
 
@@ -76,12 +73,19 @@ def attach(
     if scaler is not None:
         job.scaler = scaler
         _skip_together(job)
+        if not isinstance(model, DistributedDataParallel):  # there gradients are exchanged without the scale
+            job.exits.callback(unscale_before_steps(job.built_optimizer))
         if "scaler" in job.kept:
             job.kept["scaler"] = replace(job.kept["scaler"], state=scaler)
     return job
 
 
 def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None) -> Job:
+    if isinstance(feature, Optimizer):
+        raise ConfigError(
+            f"the second argument of `comm.attach` is a feature, and {type(feature).__name__} is an optimizer",
+            hint="write comm.attach(model, feature, optimizer)",
+        )
     if optimizer is not None:
         return attach_to_loop(model, optimizer, feature)
     check_features([feature])
@@ -94,6 +98,11 @@ def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None)
         raise ConfigError(
             f"`{feature.name}` exchanges gradients before the optimizer's step, and no optimizer was given",
             hint="give the optimizer as third argument, or wrap the model in DistributedDataParallel first",
+        )
+    if not isinstance(feature, Exchange):
+        raise ConfigError(
+            f"`{feature.name}` needs the optimizer's steps, and no optimizer was given",
+            hint="give the optimizer as third argument",
         )
     job = Job(model)
     feature = feature.resolve(job.world)

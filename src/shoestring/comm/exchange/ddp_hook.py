@@ -107,6 +107,8 @@ def in_memory_order(grad: Tensor, like: Tensor) -> Tensor:
     For a weight in channels-last layout this is not the order of the shape, but it is the order of DDP's buckets. The
     result shares the gradient's memory, unless the gradient itself is in another order.
     """
+    if grad.is_contiguous() and like.is_contiguous():
+        return grad
     if grad.stride() != like.stride():
         grad = torch.empty_like(like).copy_(grad)
     return grad.as_strided(grad.shape, torch.empty(grad.shape, device="meta").stride())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
 from shoestring.comm.codecs.codec import Codec, CodecFactory, Coding, ExchangeContext, Grads
-from shoestring.comm.codecs.lockstep import run_alone
+from shoestring.comm.codecs.lockstep import LATE, run_alone
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.codecs.wrapper import Wrapper, average, run_together
 from shoestring.core.errors import ConfigError
@@ -126,7 +126,8 @@ class BudgetedCodec(Wrapper):
     Args:
         make: makes the codec; it also makes codecs that measure each layer's price by an exchange of zeros.
         budget: bytes that leave a rank in a step, over all its exchanges. Unused bytes are carried over up to the
-            largest layer's price, so any n steps together send at most n budgets and one such price.
+            largest layer's price, so any n steps together send at most n budgets and one such price. A codec that sends
+            more in its first steps exceeds it there; one that alternates keeps it on average.
         warmup: steps that send everything, whatever the budget is. A new layer is always sent.
         memory: decay of the average of ‖g‖² over steps.
     """
@@ -143,6 +144,9 @@ class BudgetedCodec(Wrapper):
         self._lock = threading.Lock()  # several threads may exchange parts of one step
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
+        grads = {name: grad for name, grad in grads.items() if grad.numel()}  # what has no price cannot be weighed
+        if not grads:
+            return
         with self._lock:
             if self._choice is None or self._choice.step != context.step:
                 self._choice = self._choose(context)
@@ -213,13 +217,7 @@ class BudgetedCodec(Wrapper):
         names = sorted(seen, key=natural_order)
         table = torch.stack([seen[name] for name in names]).cpu().numpy().T
         carried = float(notes.get("carried", torch.zeros(())))
-        overhead = ring_bytes("all-reduce", 4 * SUMMARY * len(names), context.size)
-        if overhead >= self.budget:
-            raise ConfigError(
-                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of numbers about "
-                f"{len(names)} layers",
-                hint="raise `budget_kb`",
-            )
+        overhead = self.find_overhead(len(names), context.size)
         layers = Layers(context.step, self.budget, carried + self.budget - overhead, *table)
         own = {key: note for key, note in notes.items() if key != "carried"}
         chosen, own = self.selector.choose(layers, own)
@@ -227,6 +225,21 @@ class BudgetedCodec(Wrapper):
         carried = torch.tensor(min(left, float(layers.price.max())), dtype=torch.float64)
         chosen_names = frozenset(names[layer] for layer in chosen)
         return _StepChoice(context.step, frozenset(names), chosen_names, own | {"carried": carried})
+
+    def find_overhead(self, layers: int, ranks: int) -> float:
+        """Bytes of numbers about layers that leave a rank in a step.
+
+        Raises:
+            ConfigError: they take the whole budget.
+        """
+        overhead = ring_bytes("all-reduce", 4 * SUMMARY * layers, ranks)
+        if overhead >= self.budget:
+            raise ConfigError(
+                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of numbers about "
+                f"{layers} layers",
+                hint="raise `budget_kb`",
+            )
+        return overhead
 
     # -- its own state beside the inner codec's ----------------------------------------------------------------------
 
@@ -253,13 +266,13 @@ class BudgetedCodec(Wrapper):
         return Codec.merge_states(self, own) | {"inner": super().merge_states([state["inner"] for state in states])}
 
 
-def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int, step: int = 1) -> float:
-    """Bytes that leave each of `ranks` ranks round a ring when this layer alone is sent, at a step after the first."""
+def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int) -> float:
+    """Bytes that leave each of `ranks` ranks round a ring when this layer alone is sent: the mean of two late steps."""
     codec, sent = make(), 0.0
-    for number in range(step + 1):
+    for step in (LATE, LATE + 1):
         zeros = {name: torch.zeros_like(grad)}
-        sent = run_alone(codec.code(zeros, ExchangeContext(0, ranks, number)), ranks).sent(ranks)
-    return sent
+        sent += run_alone(codec.code(zeros, ExchangeContext(0, ranks, step)), ranks).sent(ranks)
+    return sent / 2
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -189,6 +189,15 @@ class PerNodeCodec(Codec):
 
     def _allowance(self, pieces: int, ranks: int) -> float:
         """Bytes of entries that may leave a rank now: at least the price of a piece."""
+        carried = self.state.get("carried", {"bytes": torch.zeros(())})
+        return float(carried["bytes"]) + self.budget - self.find_overhead(pieces, ranks)
+
+    def find_overhead(self, pieces: int, ranks: int) -> int:
+        """Bytes beside the entries that leave a rank in a step.
+
+        Raises:
+            ConfigError: they take more than half the budget.
+        """
         overhead = (ranks - 1) * (HEADER + packed_bytes(pieces, 1))
         if 2 * overhead > self.budget:
             raise ConfigError(
@@ -196,8 +205,7 @@ class PerNodeCodec(Codec):
                 f"{pieces} pieces of layers",
                 hint="raise `budget_kb`",
             )
-        carried = self.state.get("carried", {"bytes": torch.zeros(())})
-        return float(carried["bytes"]) + self.budget - overhead
+        return overhead
 
     def _admit(self, masks: np.ndarray, pieces: Sequence[LayerPiece], context: ExchangeContext) -> tuple[Union, float]:
         """The pieces that travel, and the bytes that are carried over: equal on all ranks."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shoestring.comm.settings.base import check_types
 from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, SparseLoCo
 from shoestring.comm.settings.per_step import Dense, Exchange
@@ -37,7 +39,8 @@ class Auto(Feature):
     such as "localsgd(every=8, codec='4bit')". With an empty list gradients stay exact."""
     worth: tuple[float, ...] = ()
     """Number of DDP's steps that a step of each method in `allow` is worth, in the same order. A larger value favours
-    the method; 0, or an empty list, takes what was measured with a small model, or 1 for a codec without a figure."""
+    the method; 0, or an empty list, takes what was measured with a small model. A method without such a figure needs a
+    number here."""
     trials: int = 3
     """Number of forward and backward passes that are timed, after one warm-up pass. More passes make the prediction
     steadier and delay the first step."""
@@ -58,21 +61,27 @@ class Auto(Feature):
         return AutoReplicas(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def check(self, job: Job) -> None:
-        self._check_numbers()
         if job.world.ranks_over(DATA) > 1 and job.engine != "ddp":
             raise ConfigError(
                 f"`{self.name}` needs a model under DDP", hint="name a codec, as in [comm.powersgd], or use DDP"
             )
-        for candidate in self.methods.values():
-            candidate.check(job)
+        self._check_methods(job)
 
-    def _check_numbers(self) -> None:
+    def _check_methods(self, job: Job) -> None:
+        check_types(self, job)
         if self.trials < 1:
             raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
-        if len(self.worth) not in (0, len(self.allow)) or any(worth < 0 for worth in self.worth):
+        if len(self.worth) not in (0, len(self.allow)) or not all(worth >= 0 for worth in self.worth):
             raise ConfigError(
                 f"`{self.name}.worth` must have a number of steps for each of the {len(self.allow)} methods in "
                 f"`allow`, got {list(self.worth)}"
+            )
+        for candidate in self.methods.values():
+            candidate.check(job)
+        if unknown := [call for call, worth in self.find_worth(0).items() if not worth]:
+            raise ConfigError(
+                f"`{self.name}` does not know what a step of `{unknown[0]}` is worth beside one of DDP",
+                hint=f"measure it, and set `worth` to {len(self.allow)} numbers, 0 for those that are known",
             )
 
     @property
@@ -81,9 +90,12 @@ class Auto(Feature):
         return {call: parse_method(call) for call in ("dense", *self.allow)}
 
     def find_worth(self, total: int) -> dict[str, float]:
-        """Steps of DDP that a step of each method is worth in a run of `total` steps, 0 where that is open."""
+        """Steps of DDP that a step of each method is worth in a run of `total` steps, 0 where that is open.
+
+        0 if nothing is known of a method, which `check` refuses.
+        """
         given = dict(zip(self.allow, self.worth or [0.0] * len(self.allow), strict=True))
-        return {call: given.get(call) or estimate_worth(each, total) or 1.0 for call, each in self.methods.items()}
+        return {call: given.get(call) or estimate_worth(each, total) or 0.0 for call, each in self.methods.items()}
 
     def apply(self, job: Job, seam: Seam) -> None:
         if job.world.ranks_over(DATA) == 1:
@@ -134,19 +146,7 @@ class AutoReplicas(Auto):
     baselines: ClassVar[tuple[str, ...]] = ("dense",)
 
     def check(self, job: Job) -> None:
-        self._check_numbers()
-        for candidate in self.methods.values():
-            candidate.check(job)
-        unknown = [
-            call
-            for call, method in self.methods.items()
-            if estimate_worth(method, 0) is None and not dict(zip(self.allow, self.worth, strict=False)).get(call)
-        ]
-        if unknown:
-            raise ConfigError(
-                f"`{self.name}` does not know what a step of `{unknown[0]}` is worth beside local steps",
-                hint=f"measure it, and set `worth` to {len(self.allow)} numbers, 0 for those that are known",
-            )
+        self._check_methods(job)
 
     def apply(self, job: Job, seam: Seam) -> None:
         if job.world.ranks_over(DATA) == 1 or seam is Seam.SHARD:
@@ -188,15 +188,24 @@ class Selective(Exchange):
     def make_codec(self) -> Codec:
         from shoestring.comm.selection.selective import SelectiveCodec
 
-        return SelectiveCodec(parse_exchange(self.codec).make_codec(), self.uncompressed)
+        return SelectiveCodec(self._find_codec().make_codec(), self.uncompressed)
 
     def check(self, job: Job) -> None:
         super().check(job)
-        parse_exchange(self.codec).check(job)
+        self._find_codec().check(job)
+        for pattern in self.uncompressed:
+            if not any(fnmatchcase(name, pattern) for name in job.named()):
+                raise ConfigError(
+                    f"`{self.name}.uncompressed`: no parameter is called `{pattern}`",
+                    hint=nearest(pattern, job.named()),
+                )
+
+    def _find_codec(self) -> Exchange:
+        return parse_exchange(self.codec, f"{self.name}.codec")
 
     @property
     def cost(self) -> str:
-        return f"{parse_exchange(self.codec).cost} (but {len(self.uncompressed)} parameters are not compressed)"
+        return f"{self._find_codec().cost} (but {len(self.uncompressed)} parameters are not compressed)"
 
 
 def parse_method(call: str) -> Exchange | LocalSteps:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.job import Job
     from shoestring.core.trace import Trace
+
+KINDS: dict[Any, tuple[type, str]] = {int: (Integral, "a whole number"), float: (Real, "a number")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class Exchange(Feature):
         return 1 if self.needs_all_gradients else self.parts
 
     def check(self, job: Job) -> None:
+        check_types(self, job)
         for name in ("parts", "channels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
@@ -106,8 +110,8 @@ class Exchange(Feature):
                 f'`{self.name}.select = "{self.select}"` has nothing to select, because all parameters are sent',
                 hint="set `budget_kb` to the kB that a step may send",
             )
-        if self.select == "per-node":
-            self.make_per_node_codec()
+        if self.budget_kb:
+            self._check_budget(job)
         refuse_sparse(self.name, job.model)
 
         from shoestring._torch import has_hook
@@ -123,6 +127,16 @@ class Exchange(Feature):
                 f"`{self.name}` has nothing to exchange, because the gradients are sharded over all ranks",
                 hint=f'shard inside hosts only, with {sharding[0].name}.hosts = "leave"',
             )
+
+    def _check_budget(self, job: Job) -> None:
+        """Refuse a budget that does not carry the numbers that travel beside layers, as far as it is known by now."""
+        from shoestring.comm.selection.budget import BudgetedCodec
+        from shoestring.comm.selection.per_node import PerNodeCodec
+
+        codec, hosts = self.make_budgeted_codec(), job.world.ranks_over([HOSTS])
+        ranks = hosts if hosts > 1 else job.world.ranks_over(DATA)
+        if isinstance(codec, BudgetedCodec | PerNodeCodec):
+            codec.find_overhead(sum(tensor.numel() > 0 for tensor in job.trained.values()), ranks)
 
     def apply(self, job: Job, seam: Seam) -> None:
         from shoestring.comm.exchange.attach import install
@@ -159,3 +173,18 @@ def refuse_sparse(name: str, model: nn.Module) -> None:
     """Raise ConfigError for a model whose gradients are sparse tensors, which the feature `name` does not exchange."""
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise ConfigError(f"`{name}` does not exchange sparse gradients", hint="use nn.Embedding(sparse=False)")
+
+
+def check_types(feature: Feature, job: Job) -> None:
+    """Raise a ConfigError where a setting is no number but should be, or a trained parameter is no real number.
+
+    Codecs and merges would lose the imaginary part of complex gradients.
+    """
+    for name, kind in get_type_hints(type(feature)).items():
+        if kind in KINDS and not isinstance(value := getattr(feature, name), KINDS[kind][0]):
+            raise ConfigError(f"`{feature.name}.{name}` must be {KINDS[kind][1]}, got {value!r}")
+    if found := [name for name, tensor in job.trained.items() if tensor.is_complex()]:
+        raise ConfigError(
+            f"`{feature.name}` exchanges real numbers, and the parameter `{found[0]}` is complex",
+            hint="train its real and imaginary parts as one real parameter, and use torch.view_as_complex",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import fields
 
 from shoestring.comm.settings import per_step
@@ -12,18 +13,21 @@ from shoestring.core.feature import Seam
 from shoestring.settings import structure
 
 
-def parse_exchange(call: str, where: str = "comm.auto.allow") -> Exchange:
-    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)"; `where` is for messages.
+def parse_exchange(call: str, where: str = "comm.auto.allow", short: Iterable[str] = ()) -> Exchange:
+    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)".
+
+    Args:
+        where: the setting, and short: other names that it may have; for messages.
 
     Raises:
         ConfigError: there is no such codec, setting or value.
     """
-    name, settings = parse_call(call, where)
+    name, settings = parse_call(call, where, short)
     features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
     # A codec that builds its optimizer cannot be chosen at the first step.
     codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
     if name not in codecs:
-        raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, codecs))
+        raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, {*codecs, *short}))
     common = {field.name for field in fields(Exchange)}
     known = [field.name for field in fields(codecs[name]) if field.name not in common]
     for key in settings:
@@ -33,7 +37,7 @@ def parse_exchange(call: str, where: str = "comm.auto.allow") -> Exchange:
     return structure(settings, codecs[name], name, f"`{where}`")
 
 
-def parse_call(call: str, where: str = "comm.auto.allow") -> tuple[str, dict[str, object]]:
+def parse_call(call: str, where: str = "comm.auto.allow", short: Iterable[str] = ()) -> tuple[str, dict[str, object]]:
     """Read "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
 
     Raises:
@@ -47,4 +51,5 @@ def parse_call(call: str, where: str = "comm.auto.allow") -> tuple[str, dict[str
             return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError):
         pass
-    raise ConfigError(f"`{where}`: cannot read {call!r}", hint='write "bf16" or "powersgd(rank=4)"')
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys((*short, "bf16")))
+    raise ConfigError(f"`{where}`: cannot read {call!r}", hint=f'write {names} or "powersgd(rank=4)"')

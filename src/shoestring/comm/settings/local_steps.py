@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from shoestring.comm.settings.base import refuse_sparse
+from shoestring.comm.settings.base import check_types, refuse_sparse
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
@@ -105,6 +105,7 @@ class LocalSteps(Feature):
         return replace(self, replica="host" if world.ranks_over([HOSTS]) > 1 else "rank")
 
     def check(self, job: Job) -> None:
+        check_types(self, job)
         self._check_numbers()
         if set(self.over) & set(job.replicas):
             raise ConfigError(
@@ -220,7 +221,7 @@ class Averaging(LocalSteps):
         return self.make_codec() if self.codec in PLAIN else super().make_gradient_codec()
 
     def _find_codec(self) -> Exchange:
-        return parse_exchange(PLAIN.get(self.codec, self.codec), f"{self.name}.codec")
+        return parse_exchange(PLAIN.get(self.codec, self.codec), f"{self.name}.codec", PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)

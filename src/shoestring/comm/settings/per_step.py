@@ -112,6 +112,11 @@ class Quantize(Exchange):
         super().check(job)
         if self.bucket < 2:
             raise ConfigError(f"`{self.name}.bucket` must be at least 2, got {self.bucket}")
+        if self.rounding == "nearest" and not self.feedback:
+            raise ConfigError(
+                f'`{self.name}.rounding = "nearest"` rounds the same entries away at every step, without `feedback`',
+                hint='set `feedback = true`, or `rounding = "stochastic"`',
+            )
 
     def make_codec(self) -> Codec:
         from shoestring.comm.codecs.quantize import QuantizeCodec

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shoestring.comm.local.schedule import merges_per_step
 from shoestring.comm.settings.local_steps import PLAIN, LocalSGD, LocalSteps
-from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Quantize
+from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Quantize, Sign
 
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
@@ -23,6 +23,8 @@ GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
 """The same where replicas estimate the second moment of their mean gradient; the last one is extrapolated."""
 SIGNS = 0.85
 """With that, averages of signs were worth no more, however short the period; otherwise signs cost nothing."""
+GRADIENT_SIGNS = ((64, 0.48), (512, 0.28))
+"""(entries a scale, worth) of signs of gradients at every step; the ends are extrapolated."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
@@ -31,6 +33,8 @@ def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
         return 1.0
     if isinstance(method, PowerSGD):
         return LOW_RANK
+    if isinstance(method, Sign):
+        return _interpolate(GRADIENT_SIGNS, method.bucket)
     if isinstance(method, LocalSGD) and method.codec in (*PLAIN, "sign"):
         starting = min(1.0, method.start / total) if total else 0.0
         period = 1 / merges_per_step(method.every, method.final_every, total)
@@ -42,7 +46,7 @@ def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
 
 
 def _interpolate(measured: Sequence[tuple[float, float]], period: float) -> float:
-    """Interpolated in the logarithm of the period; the ends are what is beyond them."""
+    """Interpolated in the logarithm of the period, or of the entries; the ends are what is beyond them."""
     period = min(max(period, measured[0][0]), measured[-1][0])
     (shorter, more), (longer, less) = next(pair for pair in pairwise(measured) if period <= pair[1][0])
     return more + (less - more) * math.log(period / shorter) / math.log(longer / shorter)
