@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoestring.comm.settings.auto import Auto, Selective
-from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, SparseLoCo
+from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, SparseLoCo
 from shoestring.comm.settings.per_step import (
     BF16,
     DGC,
@@ -19,6 +19,7 @@ from shoestring.comm.settings.per_step import (
     TernGrad,
     TopK,
 )
+from shoestring.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,5 +68,12 @@ def attach(
         ConfigError: the feature does not fit the model.
     """
     from shoestring.comm.exchange.attach import attach
+    from shoestring.core.world import World
 
+    if optimizer is None and isinstance(feature, Auto | LocalSteps):
+        said = f"`{feature.name}` needs the optimizer's steps, and no optimizer was given"
+        raise ConfigError(said, hint="give the optimizer as third argument")
+    if scaler is not None and isinstance(feature, LocalSteps):
+        world = World.current()
+        feature.resolve(world).check_scaler(scaler, world)
     return attach(model, feature, optimizer, scaler)

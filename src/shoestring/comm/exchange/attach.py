@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,14 @@ from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
-from shoestring.comm.settings.base import Exchange
-from shoestring.comm.settings.local_steps import LocalSteps
 from shoestring.core.compose import attach as attach_to_loop
 from shoestring.core.compose import check_features
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase, Seam
 from shoestring.core.job import Job
-from shoestring.core.world import World
+
+if TYPE_CHECKING:
+    from shoestring.comm.settings.base import Exchange
 
 log = logging.getLogger("shoestring")
 
@@ -66,9 +67,6 @@ def attach(
     model: nn.Module, feature: Exchange, optimizer: Optimizer | None = None, scaler: GradScaler | None = None
 ) -> Job:
     """See `shoestring.comm.attach`."""
-    if scaler is not None and isinstance(feature, LocalSteps):
-        world = World.current()
-        feature.resolve(world).check_scaler(scaler, world)
     job = _build_job(model, feature, optimizer)
     if scaler is not None:
         job.scaler = scaler
@@ -98,11 +96,6 @@ def _build_job(model: nn.Module, feature: Exchange, optimizer: Optimizer | None)
         raise ConfigError(
             f"`{feature.name}` exchanges gradients before the optimizer's step, and no optimizer was given",
             hint="give the optimizer as third argument, or wrap the model in DistributedDataParallel first",
-        )
-    if not isinstance(feature, Exchange):
-        raise ConfigError(
-            f"`{feature.name}` needs the optimizer's steps, and no optimizer was given",
-            hint="give the optimizer as third argument",
         )
     job = Job(model)
     feature = feature.resolve(job.world)
