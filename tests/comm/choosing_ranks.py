@@ -57,7 +57,7 @@ def steps(*, choice: dict[str, Any] | None = None, count: int = 4) -> dict[str, 
 
 
 def rates() -> dict[str, Any]:
-    """What the meter says of three steps, of which the first begins with a trial, and how long they really took."""
+    """What the meter says of three steps, of which the first begins with a trial, and when each has ended."""
     rows: list[dict[str, float]] = []
 
     class Rows:
@@ -67,12 +67,12 @@ def rates() -> dict[str, Any]:
         def close(self) -> None:
             return
 
-    with made() as job, Meter(job, [Rows()], 0.0, 0.0) as meter:
-        walls = []
-        for step in range(3):
-            began = time.perf_counter()
-            meter.step(job.step(batch(step)))
-            walls.append(time.perf_counter() - began)
+    with made() as job:
+        began, walls = time.perf_counter(), []  # before the meter's own clock starts
+        with Meter(job, [Rows()], 0.0, 0.0) as meter:
+            for step in range(3):
+                meter.step(job.step(batch(step)))
+                walls.append(time.perf_counter() - began)
         names = ("step_seconds", "tokens_per_second")
         return {name: [row[name] for row in rows] for name in names} | {"wall": walls, "aside": job.trace.aside}
 
