@@ -130,6 +130,7 @@ def test_the_gain_finds_which_layers_matter():
     assert loss < 0.8 * follow(Uniform())[0]
 
 
+@pytest.mark.slow
 def test_the_hypernetwork_learns_which_layers_matter():
     uniform, knapsack = follow(Uniform())[0], follow(Knapsack())[0]
     learnt, counts = follow(Hypernetwork())
