@@ -90,9 +90,10 @@ class Auto(Feature):
         return {call: parse_method(call) for call in ("dense", *self.allow)}
 
     def find_worth(self, total: int) -> dict[str, float]:
-        """Steps of DDP that a step of each method is worth in a run of `total` steps, 0 where that is open.
+        """Steps of DDP that a step of each method is worth; 0 if nobody knows, which `check` refuses.
 
-        0 if nothing is known of a method, which `check` refuses.
+        Args:
+            total: steps of the run, 0 where that is open.
         """
         given = dict(zip(self.allow, self.worth or [0.0] * len(self.allow), strict=True))
         return {call: given.get(call) or estimate_worth(each, total) or 0.0 for call, each in self.methods.items()}
