@@ -120,7 +120,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete older checkpoints, once those that are kept have been verified."""
+    """Delete older checkpoints, and those that the run went back from, once those that are kept have been verified."""
 
     run: Positional[Path]
     """Path of a run folder, or of its folder of checkpoints."""
